@@ -1,0 +1,135 @@
+"""Every configuration dataclass: names, types, units. Values live in the yaml files beside this one. Imports no torch.
+
+`null` in a yaml file means "chosen for you": conf/resolve.py fills it from the model and the hardware, and every
+resolved value is printed and stored in the run folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    """One Transformer (or MLP) as an ordered list of layers: embedding, block.0 ... block.N-1, norm, head."""
+
+    name: str = MISSING  # shown in tables; the yaml file's own name
+    family: str = MISSING  # gpt | mlp
+    blocks: int = MISSING  # number of blocks between embedding and norm
+    hidden: int = MISSING  # width of the residual stream, D
+    heads: int = 1  # attention heads, H; hidden must be divisible by it (mlp ignores it)
+    feedforward: Optional[int] = None  # inner width of a block's MLP; null = 4 x hidden
+    positions: int = MISSING  # longest sequence the model can take (rows of the position table), tokens
+    vocabulary: Optional[int] = None  # rows of the embedding and the head; null = the tokenizer's
+    vocabulary_multiple: int = 1  # the vocabulary is padded up to a multiple of this
+    tied: bool = True  # the head uses the token embedding's weight
+    dropout: float = 0.0  # probability, on residuals and embeddings
+    initializer_std: float = 0.02  # standard deviation of the initial weights (GPT-2's)
+
+
+@dataclass
+class ParallelConfig:
+    """How the list of layers is cut and run."""
+
+    name: str = MISSING  # shown in tables; the yaml file's own name
+    engine: str = "torch"  # single | torch | fairscale
+    schedule: str = "1f1b"  # gpipe | 1f1b | ... (python -m pipeline.schedule lists them)
+    stages: int = MISSING  # pipeline ranks, p
+    chunks: Optional[int] = None  # micro-batches a flush, m; null = 4 x stages
+    interleave: Optional[int] = None  # model stages a rank, v; null = the schedule's own
+    balance: Any = "uniform"  # uniform, or a list: blocks (or layers) of each model stage
+    checkpoint: str = "never"  # activation checkpointing: never | except_last | always
+    checkpoint_interval: int = 1  # blocks recomputed together when checkpointing
+
+
+@dataclass
+class OptimizerConfig:
+    """The update rule, its learning-rate schedule and clipping."""
+
+    name: str = MISSING  # adamw | sgd
+    learning_rate: float = MISSING  # peak value
+    beta1: float = 0.9  # adamw: decay of the first moment
+    beta2: float = 0.95  # adamw: decay of the second moment
+    eps: float = 1e-8  # adamw
+    momentum: float = 0.0  # sgd
+    weight_decay: float = 0.0  # decoupled for adamw
+    schedule: str = "cosine"  # cosine | linear | constant | wsd (warm-up, stable, decay)
+    warmup_steps: Optional[int] = None  # linear warm-up, steps; null = by hardware, at most a tenth of the run
+    decay_fraction: float = 0.2  # wsd: the last part of the run in which the rate falls
+    final_fraction: float = 0.1  # learning rate at the end / peak
+    clip_norm: Optional[float] = 1.0  # largest global gradient norm; null = no clipping
+
+
+@dataclass
+class HardwareConfig:
+    """One kind of device and node. Rates in units a second, sizes in bytes; `sources` says where each figure is from."""
+
+    name: str = MISSING
+    device: str = MISSING  # auto | cpu | cuda
+    devices_per_node: Optional[int] = None  # accelerators of a node; cpu: null = its cores
+    precision: Optional[str] = None  # default training precision: float32 | bfloat16
+    peak_flops_float32: Optional[float] = None  # FLOP/s of one device (cpu: of one core)
+    peak_flops_bfloat16: Optional[float] = None  # dense matrix FLOP/s of one device
+    memory_bytes: Optional[float] = None  # of one device; cpu: null = what the machine has
+    memory_bytes_per_s: Optional[float] = None  # memory bandwidth of one device
+    link_bytes_per_s: Optional[float] = None  # inside a node, one direction, a device
+    network_bytes_per_s: Optional[float] = None  # between nodes, one direction, a device
+    price_usd_per_hour: Optional[float] = None  # on demand, one node
+    price_date: Optional[str] = None  # the day the price was read
+    # the recipe that a run on this hardware starts from, where train.* and optimizer.* leave it open
+    warmup_steps: Optional[int] = None
+    checkpoint_every: Optional[int] = None
+    max_minutes: Optional[float] = None
+    sources: dict[str, str] = field(default_factory=dict)  # figure -> where it is from
+
+
+@dataclass
+class DataConfig:
+    """Where tokens come from and how they are split."""
+
+    name: str = MISSING
+    source: str = MISSING  # python_source | text | synthetic
+    path: Optional[str] = None  # text: a file, a folder or a glob
+    tokenizer: str = "byte"
+    validation_fraction: float = 0.05  # of the tokens, held out; never met in training
+    cache: str = ".cache/tokens"  # tokenised once into a memory map here, keyed by content
+    synthetic_tokens: int = 2_000_000  # synthetic: length of the stream
+    synthetic_vocabulary: int = 64  # synthetic: number of symbols
+    synthetic_seed: int = 0  # synthetic: of the stream itself (train.seed shuffles it)
+
+
+@dataclass
+class TrainConfig:
+    """The run itself."""
+
+    steps: Optional[int] = None  # optimizer steps; null = from tokens, or by hardware
+    tokens: Optional[float] = None  # length of the run in tokens (steps wins when both are given: an error)
+    global_batch: Optional[int] = None  # sequences an optimizer step; null = by hardware
+    sequence: Optional[int] = None  # tokens a sequence, T; null = by hardware, at most model.positions
+    accumulate: int = 1  # flushes an optimizer step
+    seed: int = 0  # of weights, data order and dropout
+    precision: Optional[str] = None  # float32 | bfloat16 | float64; null = by hardware
+    max_minutes: Optional[float] = None  # the run stops cleanly after this long; null = by hardware; 0 = no limit
+    validate_every: Optional[int] = None  # steps; null = four times a run; 0 = never
+    validate_sequences: Optional[int] = None  # held-out sequences of one validation; null = by hardware
+    log_every: Optional[int] = None  # steps between printed lines; null = about 20 lines a run
+    stall_timeout_s: float = 600.0  # a rank that waits longer than this for another ends the run, seconds
+    nonfinite: str = "stop"  # a loss or gradient that is not finite: stop | skip (skips the step and counts it)
+
+
+@dataclass
+class RootConfig:
+    """The whole of train.py's configuration."""
+
+    name: str = "runs"  # the experiment: runs land in experiments/NAME/RUN
+    model: ModelConfig = MISSING
+    parallel: ParallelConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    hardware: HardwareConfig = MISSING
+    data: DataConfig = MISSING
+    train: TrainConfig = field(default_factory=TrainConfig)
+    preflight: bool = True  # refuse to start when the machine's memory cannot hold the run
+    resume_sweep: bool = False  # -m: run only the jobs that have no completed run with the same overrides
