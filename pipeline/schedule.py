@@ -1,0 +1,90 @@
+"""Schedules as data: made by name, checked, and asked for their bubble and the micro-batches they hold. No torch.
+
+`python -m pipeline.schedule 1f1b stages=4 chunks=8` draws one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from pipeline.action import KINDS, Action, Schedule
+from pipeline.check import check, feasible_order
+from pipeline.published import gpipe, one_f_one_b
+
+__all__ = [
+    "KINDS",
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "bubble_ideal",
+    "check",
+    "feasible_order",
+    "held_microbatches",
+    "make_schedule",
+]
+
+# A new schedule is one function and one line here; its `interleave` default is what interleave=null means.
+SCHEDULES: dict[str, Callable[..., list[list[Action]]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
+
+
+def make_schedule(name: str, stages: int, chunks: int, interleave: int | None = None) -> Schedule:
+    """Builds and checks a schedule.
+
+    name: one of SCHEDULES. stages: pipeline ranks. chunks: micro-batches. interleave: model stages a rank; None =
+    the schedule's own. ValueError for an unknown name, numbers that do not fit, or a faulty schedule.
+    """
+    for key, value in (("stages", stages), ("chunks", chunks), ("interleave", interleave)):
+        if value is not None and value < 1:
+            raise ValueError(f"{key} must be at least 1, not {value}")
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: known are {', '.join(SCHEDULES)}")
+    function = SCHEDULES[name]
+    if interleave is None:
+        interleave = inspect.signature(function).parameters["interleave"].default
+    schedule = Schedule(name, stages, chunks, interleave, function(stages, chunks, interleave))
+    check(schedule)
+    return schedule
+
+
+def held_microbatches(schedule: Schedule) -> list[int]:
+    """The most forwards, one a (model stage, micro-batch), whose activations a rank holds at once; one entry a rank.
+
+    Held from F until B, or until W where the backward is split. With interleave v each is 1/v of the rank's layers.
+    """
+    peaks = []
+    for row in schedule.actions:
+        held = peak = 0
+        for action in row:
+            if action.kind == "F":
+                held += 1
+                peak = max(peak, held)
+            elif action.kind in "BW":
+                held -= 1
+        peaks.append(peak)
+    return peaks
+
+
+def bubble_ideal(schedule: Schedule) -> float:
+    """bubble_fraction when all stages take F = 1, B = 2, I = W = 1 and transfers nothing: mean over ranks of idle /
+    makespan. (p-1)/(m+p-1) for gpipe and 1f1b."""
+    last_stage = schedule.num_stages - 1
+    free = [0] * schedule.stages  # when each rank has finished its last action
+    forward: dict[tuple[int, int], int] = {}  # (stage, micro-batch) -> end of its F
+    backward: dict[tuple[int, int], int] = {}  # the same of its B or I
+    rows = [iter(row) for row in schedule.actions]
+    for rank in feasible_order(schedule):
+        stage, kind, microbatch = next(rows[rank])
+        if kind == "F":
+            ready = forward[stage - 1, microbatch] if stage > 0 else 0
+            free[rank] = forward[stage, microbatch] = max(free[rank], ready) + 1
+        elif kind == "W":
+            free[rank] += 1
+        else:
+            ready = backward[stage + 1, microbatch] if stage < last_stage else 0
+            free[rank] = backward[stage, microbatch] = max(free[rank], ready) + (2 if kind == "B" else 1)
+    work = 3 * schedule.chunks * schedule.num_stages
+    return 1 - work / (schedule.stages * max(free))
