@@ -1,0 +1,80 @@
+"""GPT-2's Transformer: learned positions, pre-LayerNorm blocks, causal attention, GELU, biases everywhere but the head.
+
+Shape letters: B micro-batch size, T sequence, D model (hidden), H heads, F inner width of the feed-forward.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as fn
+from torch import Tensor, nn
+
+from conf.schema import ModelConfig
+from models.describe import feedforward_width
+from models.dropout import Dropout
+from models.layers import Head, Norm
+
+
+class Embedding(nn.Module):
+    """Token plus position: ids [B, T] int64 -> [B, T, D]; T at most model.positions."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.token = nn.Embedding(model.vocabulary, model.hidden)
+        self.position = nn.Embedding(model.positions, model.hidden)
+        self.dropout = Dropout(model.dropout, layer=0, site=0)
+
+    def forward(self, ids: Tensor, key: Tensor | None = None) -> Tensor:
+        return self.dropout(self.token(ids) + self.position.weight[: ids.shape[1]], key)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.heads = model.heads
+        self.qkv = nn.Linear(model.hidden, 3 * model.hidden)
+        self.projection = nn.Linear(model.hidden, model.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)  # each [B, H, T, D / H]
+        return self.projection(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """[B, T, D] -> [B, T, F] -> [B, T, D]."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.up = nn.Linear(model.hidden, feedforward_width(model))
+        self.down = nn.Linear(feedforward_width(model), model.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(fn.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One Transformer block, [B, T, D] -> [B, T, D]; `layer` is its index in the model's list."""
+
+    def __init__(self, model: ModelConfig, layer: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(model.hidden)
+        self.attention = Attention(model)
+        self.attention_dropout = Dropout(model.dropout, layer, site=0)
+        self.feedforward_norm = nn.LayerNorm(model.hidden)
+        self.feedforward = FeedForward(model)
+        self.feedforward_dropout = Dropout(model.dropout, layer, site=1)
+
+    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)), key)
+        return x + self.feedforward_dropout(self.feedforward(self.feedforward_norm(x)), key)
+
+
+def make_layer(model: ModelConfig, kind: str, layer: int) -> nn.Module:
+    """The module of list entry number `layer`, of `kind` embedding, block, norm or head."""
+    if kind == "block":
+        return Block(model, layer)
+    if kind == "norm":
+        return Norm(model.hidden)
+    return Embedding(model) if kind == "embedding" else Head(model)

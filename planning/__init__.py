@@ -1,0 +1,1 @@
+"""Predictions from the same config that a run reads: memory. Imports no torch."""
