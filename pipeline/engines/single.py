@@ -1,0 +1,37 @@
+"""The whole list of layers in one process, micro-batch by micro-batch: the reference every other engine is held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.engines.base import Batch, Engine
+
+
+class SingleEngine(Engine):
+    """Forward and backward of each micro-batch in order; plain autograd, no threads, no messages."""
+
+    def step(self, batch: Batch, scale: float) -> Tensor:
+        self.scale = scale
+        total = torch.zeros((), dtype=torch.float64)
+        for index, part in enumerate(batch.chunk(self.chunks)):
+            loss = self.scaled_loss(self._forward(part, index == self.chunks - 1), part.targets)
+            loss.backward()
+            total += loss.detach().to(total)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, sequences: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for row in range(0, sequences, self.microbatch):
+            rows = slice(row, row + self.microbatch)
+            part = Batch(batch.inputs[rows], batch.targets[rows])
+            total += self.loss(self._forward(part, True), part.targets).to(total)
+        return total
+
+    def _forward(self, part: Batch, is_last_microbatch: bool) -> Tensor:
+        x = part.inputs
+        for stage in self.stages.values():
+            stage.is_last_microbatch = is_last_microbatch
+            x = stage(x, part.keys)
+        return x

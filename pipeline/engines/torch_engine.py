@@ -1,0 +1,97 @@
+"""torch.distributed.pipelining, one process a rank: the main engine. Runs the very list of actions of a Schedule."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.engines.base import Batch, Engine, Stage
+from pipeline.engines.torch_runtime import Clock, RunnableStage, Runtime
+from pipeline.schedule import Action, Schedule
+
+
+class TorchEngine(Engine):
+    """Each rank of `group` holds the stages that the schedule places there.
+
+    Args:
+        stages: model stage -> module, those of this rank.
+        schedule: what every rank executes, in this order.
+        boundary: shape of one sequence between stages, (T, D); dtype: of these messages.
+        device: of this rank.
+        group: the pipeline ranks, in order; None = all.
+        Others as `Engine`.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        *,
+        schedule: Schedule,
+        boundary: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        **common,
+    ):
+        super().__init__(stages, num_stages=schedule.num_stages, chunks=schedule.chunks, **common)
+        self.schedule, self.boundary, self.dtype, self.device = schedule, boundary, dtype, device
+        self.group = group if group is not None else dist.group.WORLD
+        self.clock = Clock()
+        self._runtimes: dict[tuple[int, int, bool], Runtime] = {}
+        ends = sorted({schedule.rank_of[0], schedule.rank_of[-1]})
+        if self.tied and len(ends) == 2:  # every rank must make the group
+            self.tied_group = dist.new_group([dist.get_global_rank(self.group, rank) for rank in ends])
+
+    def step(self, batch: Batch, scale: float) -> Tensor:
+        self.scale = scale
+        return self._runtime(self.chunks, self.microbatch, train=True).run(
+            batch.inputs, batch.targets, batch.keys, train=True
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, sequences: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        row = 0
+        while row < sequences:
+            microbatch = min(self.microbatch, sequences - row)
+            chunks = min(self.chunks, (sequences - row) // microbatch)
+            rows = slice(row, row + chunks * microbatch)
+            inputs = batch.inputs[rows] if self.needs_inputs else None
+            targets = batch.targets[rows] if self.needs_targets else None
+            total += self._runtime(chunks, microbatch, train=False).run(inputs, targets, None, train=False)
+            row = rows.stop
+        return total
+
+    def _runtime(self, chunks: int, microbatch: int, *, train: bool) -> Runtime:
+        """Shapes of a torch stage are fixed, so there is one runtime for each; all share the modules."""
+        key = (chunks, microbatch, train)
+        if key not in self._runtimes:
+            actions = self.schedule.actions if train else forward_only(self.schedule, chunks)
+            stages = [self._runnable(index, chunks, microbatch, train) for index in self.stages]
+            loss = self.scaled_loss if train else self.loss
+            self._runtimes[key] = Runtime(stages, chunks, loss, actions, self.clock)
+        return self._runtimes[key]
+
+    def _runnable(self, index: int, chunks: int, microbatch: int, train: bool) -> RunnableStage:
+        message = torch.empty(microbatch, *self.boundary, dtype=self.dtype, device="meta", requires_grad=train)
+        tokens = torch.empty(microbatch, self.boundary[0], dtype=torch.int64, device="meta")
+        return RunnableStage(
+            self.stages[index],
+            index,
+            self.num_stages,
+            self.device,
+            input_args=tokens if index == 0 else message,
+            output_args=message,  # of the last stage nothing is sent: its shape is not used
+            group=self.group,
+            chunks=chunks,
+            clock=self.clock,
+        )
+
+
+def forward_only(schedule: Schedule, chunks: int) -> list[list[Action]]:
+    """The forwards alone, stage by stage on each rank: for evaluation, with its own number of micro-batches."""
+    rows: list[list[Action]] = [[] for _ in range(schedule.stages)]
+    for stage, rank in enumerate(schedule.rank_of):
+        rows[rank] += [Action(stage, "F", index) for index in range(chunks)]
+    return rows

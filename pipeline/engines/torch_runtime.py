@@ -1,0 +1,113 @@
+"""All that touches private parts of torch.distributed.pipelining (2.13): runs a list of our actions, and times it.
+
+`_PipelineScheduleRuntime` takes any list of compute actions and adds the sends and receives itself. It is private, so
+it is met here only; tests/test_torch_runtime.py fails loudly when a new torch changes what is relied on.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from pipeline.schedule import Action
+
+_LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W"}  # torch's text form: F, B, I, W with the same meaning
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One executed action: start and end in seconds of this process' `time.perf_counter`."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+class Clock:
+    """Time stamps of the actions of this rank while `on`; waiting for a message is before an action, not inside it."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.timings: list[Timing] = []
+
+    def run(self, action: Action, function, *args, **kwargs):
+        if not self.on:
+            return function(*args, **kwargs)
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        self.timings.append(Timing(action, start, time.perf_counter()))
+        return result
+
+    def extend(self, function, *args):
+        """Runs `function` as part of the action timed last (the loss belongs to the last stage's forward)."""
+        result = function(*args)
+        if self.on:
+            self.timings[-1] = Timing(self.timings[-1].action, self.timings[-1].start_s, time.perf_counter())
+        return result
+
+
+class RunnableStage(PipelineStage):
+    """A PipelineStage that tells its module which micro-batch it works on, and times itself."""
+
+    def __init__(self, *args, chunks: int, clock: Clock, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._last_chunk, self._clock = chunks - 1, clock
+
+    def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
+        self.submod.is_last_microbatch = fwd_chunk_id == self._last_chunk
+        action = Action(self.stage_index, "F", fwd_chunk_id)
+        output = self._clock.run(action, super().forward_one_chunk, fwd_chunk_id, args, kwargs, save_forward_output)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache.pop(fwd_chunk_id)  # evaluation: torch would keep the logits of every micro-batch
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+        action = Action(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)
+        return self._clock.run(action, super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        action = Action(self.stage_index, "W", bwd_chunk_id)
+        return self._clock.run(action, super().backward_weight_one_chunk, bwd_chunk_id, last_backward)
+
+
+class Runtime(_PipelineScheduleRuntime):
+    """Executes lists of actions, one list a rank; losses are kept by micro-batch, in whatever order forwards run."""
+
+    def __init__(self, stages: list[RunnableStage], chunks: int, loss_fn, actions: list[list[Action]], clock: Clock):
+        super().__init__(stages, chunks, loss_fn=loss_fn, scale_grads=False)  # scaled once, in Engine.scaled_loss
+        self._losses: dict[int, Tensor] = {}
+        self._clock = clock
+        lists = {rank: [_Action.from_str(_text(action)) for action in row] for rank, row in enumerate(actions)}
+        self._prepare_schedule_with_comms(lists)
+
+    # torch appends losses in the order of the forwards and reads them by micro-batch: wrong for other orders
+    def _maybe_compute_loss(self, stage, output, target_mbs, mb_index, loss_kwargs=None):
+        if stage.is_last:
+            self._losses[mb_index] = self._clock.extend(self._compute_loss, output, target_mbs[mb_index])
+
+    def _maybe_get_loss(self, stage, mb_index):
+        return self._losses[mb_index] if stage.is_last else None
+
+    def _update_losses(self, stages, losses):
+        pass
+
+    def run(self, inputs: Tensor | None, targets: Tensor | None, keys: Tensor | None, *, train: bool) -> Tensor:
+        """One flush; float64 sum of the losses, added in micro-batch order (0 where the last stage is not here)."""
+        args = () if inputs is None else (inputs,)
+        kwargs = {} if keys is None else {"key": keys}
+        call = self.step if train else self.eval
+        call(*args, target=targets, return_outputs=False, **kwargs)
+        total = torch.zeros((), dtype=torch.float64)
+        for index in sorted(self._losses):
+            total += self._losses[index].detach().to(total)
+        self._losses.clear()
+        return total
+
+
+def _text(action: Action) -> str:
+    return f"{action.stage}{_LETTERS[action.kind]}{action.microbatch}"

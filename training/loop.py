@@ -1,0 +1,242 @@
+"""The training loop: flushes, one optimizer step, what is logged, validation, and every way a run can end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from conf.schema import RootConfig
+from models.describe import describe, model_flops_per_token
+from models.dropout import sample_keys
+from pipeline.engines.base import Batch, Engine
+from training.build import build_engine, canonical_order
+from training.data import Batches, Corpus
+from training.optimizer import clip_, global_norm, learning_rate, make_optimizer
+from training.progress import Progress
+from training.ranks import Ranks
+
+WARMUP_STEPS_OF_TIMINGS = 2  # the first steps allocate and touch memory: they count in no median
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient that is nan or infinite, with the step and the rank it was met on."""
+
+
+@dataclass
+class Outcome:
+    """What one optimizer step gave, equal on every rank."""
+
+    loss: float  # mean over tokens, nats
+    gradient_norm: float  # before clipping
+    learning_rate: float
+    stop: bool  # some rank was asked to stop
+    out_of_time: bool
+    memory_bytes: list[int]  # peak of each rank
+    skipped: bool = False
+
+
+@dataclass
+class Trainer:
+    """Everything one rank needs for its part of the run."""
+
+    config: RootConfig
+    ranks: Ranks
+    corpus: Corpus
+    stop_requested: object  # () -> bool
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        config, ranks = self.config, self.ranks
+        ranks.start_counting_memory()
+        self.engine: Engine = build_engine(config, rank=ranks.rank, device=ranks.device)
+        layers = describe(config.model)
+        self.order = canonical_order(layers)
+        self.optimizer = make_optimizer(config.optimizer, self.engine.parameters)
+        self.batches = Batches(self.corpus, config.train.sequence, config.train.seed)
+        self.flush = config.train.global_batch // config.train.accumulate
+        self.tokens_per_step = config.train.global_batch * config.train.sequence
+        self.flops_per_step = self.tokens_per_step * model_flops_per_token(config.model, config.train.sequence)
+
+    def batch(self, step: int, first: int) -> Batch:
+        """Sequences of the flush that starts at consumed sample `first`; only what this rank's stages need."""
+        want = [n for n, needed in (("inputs", self.engine.needs_inputs), ("targets", self.engine.needs_targets)) if needed]
+        inputs, targets = self.batches.train(first, self.flush, want)
+        keys = None
+        if self.config.model.dropout > 0:
+            samples = torch.arange(first, first + self.flush)
+            keys = sample_keys(self.config.train.seed, step, samples).to(self.ranks.device)
+        return Batch(self._tensor(inputs), self._tensor(targets), keys)
+
+    def step(self, step: int) -> Outcome:
+        """One optimizer step (from 0): `accumulate` flushes, tied gradients, clipping, update."""
+        config, engine = self.config, self.engine
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for index in range(config.train.accumulate):
+            first = step * config.train.global_batch + index * self.flush
+            loss += float(engine.step(self.batch(step, first), 1.0 / self.tokens_per_step))
+        engine.sum_tied_gradients()
+        norm = float(global_norm(engine.parameters, self.order, engine.tied, self._group()))
+        loss, stop, out_of_time, *memory = self._agree(loss)
+        rate = learning_rate(config.optimizer, step, config.train.steps)
+        outcome = Outcome(loss, norm, rate, stop > 0, out_of_time > 0, [int(value) for value in memory])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._nonfinite(step, outcome)
+            return outcome
+        if config.optimizer.clip_norm is not None:
+            clip_(engine.parameters, norm, config.optimizer.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return outcome
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss in nats a token over the first `train.validate_sequences` held-out sequences; same on every rank."""
+        count = self.config.train.validate_sequences
+        inputs, targets = self.batches.validation(0, count)
+        batch = Batch(
+            self._tensor(inputs if self.engine.needs_inputs else None),
+            self._tensor(targets if self.engine.needs_targets else None),
+        )
+        (total,) = self.ranks.sum([float(self.engine.evaluate(batch, count))])
+        return total / (count * self.config.train.sequence)
+
+    def _agree(self, loss: float) -> list[float]:
+        """One reduction a step: the loss (known to the last stage alone), stop requests, the clock of rank 0, memory."""
+        limit = self.config.train.max_minutes
+        out_of_time = self.ranks.rank == 0 and bool(limit) and time.monotonic() - self.started > 60 * limit
+        memory = [0.0] * self.ranks.world
+        memory[self.ranks.rank] = float(self.ranks.peak_memory_bytes())
+        return self.ranks.sum([loss, float(self.stop_requested()), float(out_of_time), *memory])
+
+    def _nonfinite(self, step: int, outcome: Outcome) -> None:
+        """Names the first parameter (in canonical order) with a bad gradient, and its rank; stops unless told to skip."""
+        own = [
+            index
+            for index, name in enumerate(self.order)
+            if name in self.engine.parameters and not torch.isfinite(self.engine.parameters[name].grad).all()
+        ]
+        firsts = self.ranks.gather(float(min(own, default=len(self.order))))
+        rank = min(range(len(firsts)), key=firsts.__getitem__)
+        where = f"first bad gradient: {self.order[int(firsts[rank])]} on rank {rank}" if min(firsts) < len(self.order) else (
+            "all gradients are finite"
+        )
+        outcome.skipped = True
+        if self.config.train.nonfinite != "skip":
+            raise NonFiniteError(
+                f"step {step + 1}: loss {outcome.loss}, gradient norm {outcome.gradient_norm} ({where}). Lower "
+                f"optimizer.learning_rate or raise optimizer.warmup_steps; train.nonfinite=skip goes on without the step"
+            )
+
+    def _group(self):
+        return torch.distributed.group.WORLD if self.ranks.world > 1 else None
+
+    def _tensor(self, array) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
+
+
+def train(trainer: Trainer, recorder) -> dict:
+    """Runs to the last step, a stop signal or the time limit.
+
+    Args:
+        recorder: `training.record.Recorder` on rank 0, None on the others.
+
+    Returns:
+        The result, as it belongs into result.json; on every rank.
+
+    Raises NonFiniteError; whatever a rank meets.
+    """
+    config, ranks = trainer.config, trainer.ranks
+    progress = Progress(config.train.steps, config.train.log_every) if ranks.rank == 0 else None
+    times, skipped, status, reason, outcome, validated = [], 0, "completed", None, None, None
+    done = 0
+    while done < config.train.steps:
+        begin = time.perf_counter()
+        outcome = trainer.step(done)
+        seconds = time.perf_counter() - begin
+        done += 1
+        times.append(seconds)
+        skipped += outcome.skipped
+        if progress is not None:
+            recorder.step(_metrics(trainer, done, outcome, seconds, skipped))
+            progress.step(done, outcome.loss, outcome.learning_rate, trainer.tokens_per_step / seconds, seconds)
+        if outcome.stop or outcome.out_of_time:
+            status, reason = "stopped", "signal" if outcome.stop else "max_minutes"
+            break
+        if config.train.validate_every and done % config.train.validate_every == 0 and done < config.train.steps:
+            validated = _validate(trainer, recorder, progress, done)
+    if progress is not None:
+        progress.close()
+    if reason != "signal":
+        validated = _validate(trainer, recorder, progress, done)
+    result = {"status": status, "steps": done, **_figures(trainer, outcome, times, skipped)}
+    if reason is not None:
+        result["reason"] = reason
+    if validated is not None:
+        result |= validated
+    return result
+
+
+def _validate(trainer: Trainer, recorder, progress: Progress | None, step: int) -> dict:
+    loss = trainer.validate()
+    figures = {"validation_loss": loss, "bits_per_byte": loss / math.log(2) / trainer.corpus.bytes_per_token}
+    if progress is not None:
+        recorder.validation(step, figures)
+        progress.say(f"validation after step {step}: {loss:.4f} nats a token, {figures['bits_per_byte']:.4f} bits per byte")
+    return figures
+
+
+def _metrics(trainer: Trainer, done: int, outcome: Outcome, seconds: float, skipped: int) -> dict:
+    config = trainer.config
+    metrics = {
+        "step": done,
+        "loss": outcome.loss,
+        "learning_rate": outcome.learning_rate,
+        "gradient_norm": outcome.gradient_norm,
+        "step_time_s": seconds,
+        "tokens_per_s": trainer.tokens_per_step / seconds,
+        "consumed_samples": done * config.train.global_batch,
+        "consumed_tokens": done * trainer.tokens_per_step,
+        "memory_bytes": outcome.memory_bytes,
+        **_rates(trainer, seconds),
+    }
+    return metrics | ({"skipped_steps": skipped} if skipped else {})
+
+
+def _rates(trainer: Trainer, seconds: float) -> dict:
+    rate = trainer.flops_per_step / seconds
+    peak = peak_flops(trainer.config, trainer.ranks.world)
+    return {"model_flops_per_s": rate} | ({"mfu": rate / peak} if peak else {})
+
+
+def peak_flops(config: RootConfig, world: int) -> float | None:
+    """Peak FLOP/s of the devices in use: one a rank (fairscale: one a stage); on CPU the cores that the ranks can fill."""
+    hardware = config.hardware
+    name = "peak_flops_bfloat16" if config.train.precision == "bfloat16" else "peak_flops_float32"
+    peak = getattr(hardware, name)
+    if peak is None:
+        return None
+    if hardware.device == "cpu":
+        return peak * min(hardware.devices_per_node or 1, world * torch.get_num_threads())
+    return peak * (config.parallel.stages if config.parallel.engine == "fairscale" else world)
+
+
+def _figures(trainer: Trainer, outcome: Outcome | None, times: list[float], skipped: int) -> dict:
+    """The last and the median figures of the run."""
+    if outcome is None:
+        return {}
+    median = statistics.median(times[WARMUP_STEPS_OF_TIMINGS:] or times)
+    figures = {
+        "loss": outcome.loss,
+        "step_time_s": median,
+        "tokens_per_s": trainer.tokens_per_step / median,
+        "peak_memory_bytes": outcome.memory_bytes,
+        "peak_resident_bytes": [int(value) for value in trainer.ranks.gather(trainer.ranks.peak_resident_bytes())],
+        **_rates(trainer, median),
+    }
+    return figures | ({"skipped_steps": skipped} if skipped else {})

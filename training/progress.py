@@ -1,0 +1,42 @@
+"""What rank 0 shows while training: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Loss, learning rate, tokens/s and remaining time of each step."""
+
+    def __init__(self, steps: int, log_every: int, *, first: int = 0):
+        self.steps, self.log_every = steps, max(1, log_every)
+        self.bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True) if sys.stdout.isatty() else None
+
+    def step(self, done: int, loss: float, learning_rate: float, tokens_per_s: float, step_time_s: float) -> None:
+        """After step number `done` (from 1); rates are of this step."""
+        figures = f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_s:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.update()
+        elif done == 1 or done % self.log_every == 0 or done == self.steps:
+            left = _duration((self.steps - done) * step_time_s)
+            print(f"step {done:>{len(str(self.steps))}}/{self.steps}  {figures}  {left} left", flush=True)
+
+    def say(self, text: str) -> None:
+        """A line beside the bar."""
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,92 @@
+"""What each rank runs: `python -m training.worker RUN_DIR`, started by training.launch or, under torchrun, by train.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from conf.schema import RootConfig, from_dict
+from models.describe import describe
+from pipeline.partition import split
+from training import launch
+from training.bigram import bigram_loss
+from training.data import Corpus
+from training.loop import Trainer, train
+from training.ranks import Ranks, start
+from training.record import Recorder
+
+log = logging.getLogger("training")
+
+
+def main(run_dir: str | None) -> None:
+    """Trains as the rank that the environment says (RANK, WORLD_SIZE, ...).
+
+    `run_dir` holds resolved.json and corpus.json; None on a rank that joins and is told the folder by rank 0.
+    An exception leaves logs/rank_K.error.json and ends the process with code 1.
+    """
+    stop = launch.StopFlag()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = None
+    if world > 1:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        run_dir = launch.agree_on_folder(store, rank, run_dir)
+    with launch.guard(run_dir, rank):
+        _log_to_file(Path(run_dir), rank)
+        config = from_dict(json.loads(Path(run_dir, "resolved.json").read_text()))
+        corpus = Corpus.from_dict(json.loads(Path(run_dir, "corpus.json").read_text()))
+        ranks = start(config.hardware.device, store, rank, world, config.train.stall_timeout_s)
+        try:
+            _run(config, corpus, Path(run_dir), ranks, stop)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _run(config: RootConfig, corpus: Corpus, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) -> None:
+    torch.manual_seed(config.train.seed)  # nothing here draws from it; what a library draws is then the same each run
+    trainer = Trainer(config, ranks, corpus, lambda: stop.requested)
+    recorder = Recorder(run_dir, config) if ranks.rank == 0 else None
+    try:
+        result = train(trainer, recorder)
+        if ranks.rank == 0:
+            result["split"] = split(config.parallel, [layer.name for layer in describe(config.model)])
+            result |= _against_bigram(config, corpus, result)
+            recorder.finish(result)
+    finally:
+        trainer.engine.close()
+
+
+def _against_bigram(config: RootConfig, corpus: Corpus, result: dict) -> dict:
+    """The count model on the same bytes, printed beside the trained one."""
+    if "validation_loss" not in result:
+        return {}
+    bigram = bigram_loss(corpus, config.train.sequence, config.train.validate_sequences)
+    lines = [f"validation loss {result['validation_loss']:.4f} nats a token ({result['bits_per_byte']:.4f} bits per byte)"]
+    if bigram is not None:
+        verdict = "beaten" if result["validation_loss"] < bigram else "not beaten yet"
+        lines.append(f"bigram counts   {bigram:.4f} nats a token on the same held-out tokens: {verdict}")
+    if corpus.entropy_floor is not None:
+        lines.append(f"entropy floor   {corpus.entropy_floor:.4f} nats a token: no model can be below it")
+    print("\n".join(lines), flush=True)
+    return {} if bigram is None else {"bigram_loss": bigram}
+
+
+def _log_to_file(run_dir: Path, rank: int) -> None:
+    """Rank K logs to logs/rank_K.log; warnings also reach the terminal."""
+    folder = run_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank_{rank}.log")
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+if __name__ == "__main__":
+    launch.die_with_parent()
+    main(sys.argv[1])
