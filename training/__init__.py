@@ -1,0 +1,1 @@
+"""Training: data, optimizer, the ranks, the loop and the run folder."""
