@@ -6,8 +6,8 @@ resolved value is printed and stored in the run folder.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Optional
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Optional, get_type_hints
 
 from omegaconf import MISSING
 
@@ -50,7 +50,7 @@ class OptimizerConfig:
     """The update rule, its learning-rate schedule and clipping."""
 
     name: str = MISSING  # adamw | sgd
-    learning_rate: float = MISSING  # peak value
+    learning_rate: Optional[float] = None  # peak value; null = by the number of parameters (adamw only)
     beta1: float = 0.9  # adamw: decay of the first moment
     beta2: float = 0.95  # adamw: decay of the second moment
     eps: float = 1e-8  # adamw
@@ -65,7 +65,7 @@ class OptimizerConfig:
 
 @dataclass
 class HardwareConfig:
-    """One kind of device and node. Rates in units a second, sizes in bytes; `sources` says where each figure is from."""
+    """One kind of device and node. Rates a second, sizes in bytes; `sources` says where each figure is from."""
 
     name: str = MISSING
     device: str = MISSING  # auto | cpu | cuda
@@ -81,7 +81,6 @@ class HardwareConfig:
     price_date: Optional[str] = None  # the day the price was read
     # the recipe that a run on this hardware starts from, where train.* and optimizer.* leave it open
     warmup_steps: Optional[int] = None
-    checkpoint_every: Optional[int] = None
     max_minutes: Optional[float] = None
     sources: dict[str, str] = field(default_factory=dict)  # figure -> where it is from
 
@@ -106,7 +105,7 @@ class TrainConfig:
     """The run itself."""
 
     steps: Optional[int] = None  # optimizer steps; null = from tokens, or by hardware
-    tokens: Optional[float] = None  # length of the run in tokens (steps wins when both are given: an error)
+    tokens: Optional[float] = None  # length of the run in tokens, in place of steps; both given: an error
     global_batch: Optional[int] = None  # sequences an optimizer step; null = by hardware
     sequence: Optional[int] = None  # tokens a sequence, T; null = by hardware, at most model.positions
     accumulate: int = 1  # flushes an optimizer step
@@ -133,3 +132,25 @@ class RootConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     preflight: bool = True  # refuse to start when the machine's memory cannot hold the run
     resume_sweep: bool = False  # -m: run only the jobs that have no completed run with the same overrides
+
+
+def register() -> None:
+    """Put the schema where conf/config.yaml's defaults list looks for it: in Hydra's ConfigStore. May be repeated."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=RootConfig)
+
+
+def to_dict(config: RootConfig) -> dict:
+    """The configuration as plain dicts, lists and values that json.dumps takes."""
+    return asdict(config)
+
+
+def from_dict(values: dict, cls: type = RootConfig) -> Any:
+    """The dataclass that `to_dict` was given. Raises ValueError for a key that the schema does not have."""
+    known = {f.name for f in fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no key {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    types = get_type_hints(cls)
+    return cls(**{k: from_dict(v, types[k]) if is_dataclass(types[k]) else v for k, v in values.items()})

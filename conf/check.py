@@ -1,0 +1,250 @@
+"""Everything that can be told to be wrong in a configuration without torch and without the data, in one line each."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+
+from conf.device import find_device
+from conf.schema import DataConfig, ParallelConfig, RootConfig
+
+ENGINES = ("single", "torch", "fairscale")
+PRECISIONS = ("float32", "bfloat16", "float64")
+TOKENIZERS = {"byte": 256}  # name -> vocabulary
+LAYERS_BESIDE_BLOCKS = 3  # embedding, norm, head
+
+KNOWN = {
+    "model.family": ("gpt", "mlp"),
+    "parallel.engine": ENGINES,
+    "parallel.checkpoint": ("never", "except_last", "always"),
+    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
+    "hardware.device": ("auto", "cpu", "cuda"),
+    "data.source": ("python_source", "text", "synthetic"),
+    "data.tokenizer": tuple(TOKENIZERS),
+    "train.nonfinite": ("stop", "skip"),
+}
+
+AT_LEAST_ONE = (
+    "model.blocks model.hidden model.heads model.feedforward model.positions model.vocabulary "
+    "model.vocabulary_multiple parallel.stages parallel.chunks parallel.interleave parallel.checkpoint_interval "
+    "hardware.devices_per_node data.synthetic_tokens train.steps train.global_batch train.sequence train.accumulate "
+    "train.validate_sequences train.log_every"
+).split()
+NOT_NEGATIVE = (
+    "optimizer.weight_decay optimizer.warmup_steps hardware.price_usd_per_hour hardware.warmup_steps "
+    "hardware.max_minutes data.synthetic_seed train.seed train.max_minutes train.validate_every"
+).split()
+POSITIVE = (
+    "model.initializer_std optimizer.learning_rate optimizer.eps optimizer.clip_norm hardware.peak_flops_float32 "
+    "hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s hardware.link_bytes_per_s "
+    "hardware.network_bytes_per_s train.tokens train.stall_timeout_s"
+).split()
+BELOW_ONE = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.momentum".split()  # [0, 1)
+
+
+def check_values(config: RootConfig) -> None:
+    """Each value by itself: known names and ranges; null passes. ValueError names key, value and what is allowed."""
+    for key, known in KNOWN.items():
+        if (value := _get(config, key)) not in known:
+            raise ValueError(f"{key}={value} is unknown; known are {', '.join(known)}")
+    _check_schedule_name(config.parallel)
+    for key in ("hardware.precision", "train.precision"):
+        _check_precision(key, _get(config, key))
+    rules = [
+        (AT_LEAST_ONE, lambda v: v >= 1, "must be at least 1"),
+        (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must be 0 or more"),
+        (POSITIVE, lambda v: 0 < v < math.inf, "must be more than 0"),
+        (BELOW_ONE, lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
+        (["data.validation_fraction"], lambda v: 0 < v < 1, "must be between 0 and 1: the part that is held out"),
+        (["optimizer.decay_fraction", "optimizer.final_fraction"], lambda v: 0 <= v <= 1, "must be between 0 and 1"),
+        (["data.synthetic_vocabulary"], lambda v: v >= 2, "must be at least 2"),
+    ]
+    for keys, allowed, says in rules:
+        for key in keys:
+            value = _get(config, key)
+            if value is not None and not allowed(value):
+                raise ValueError(f"{key}={value} {says}")
+    if config.train.steps is not None and config.train.tokens is not None:
+        raise ValueError(
+            f"train.steps={config.train.steps} and train.tokens={config.train.tokens:g} are both given: "
+            "give one, the other follows from it"
+        )
+
+
+def check(config: RootConfig, *, here: bool = True) -> list[str]:
+    """A resolved configuration as a whole. Returns warnings; raises ValueError with the numbers and the remedy.
+
+    here: the run starts on this machine, so that its accelerators must be there; False for a plan.
+    """
+    check_values(config)
+    assert config.parallel.chunks is not None and config.train.steps is not None, "resolve() comes first"
+    _check_model(config)
+    _check_layout(config)
+    _check_run(config)
+    if here:
+        _check_device(config)
+    return list(_warnings(config))
+
+
+def tokenizer_vocabulary(data: DataConfig) -> int:
+    """The number of different tokens that this data can hold."""
+    return data.synthetic_vocabulary if data.source == "synthetic" else TOKENIZERS[data.tokenizer]
+
+
+def _get(config: RootConfig, key: str):
+    group, name = key.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def _check_schedule_name(parallel: ParallelConfig) -> None:
+    from pipeline.schedule import SCHEDULES
+
+    if parallel.schedule not in SCHEDULES:
+        raise ValueError(f"parallel.schedule={parallel.schedule} is unknown; known are {', '.join(SCHEDULES)}")
+
+
+def _check_precision(key: str, value: str | None) -> None:
+    if value in ("float16", "fp16", "half", "16"):
+        raise ValueError(
+            f"{key}={value} is refused: float16 needs a gradient scaler around each backward, and the schedules "
+            "call backward themselves; use bfloat16, or float32 where the hardware has none"
+        )
+    if value is not None and value not in PRECISIONS:
+        raise ValueError(f"{key}={value} is unknown; known are {', '.join(PRECISIONS)}")
+
+
+def _check_model(config: RootConfig) -> None:
+    model, train = config.model, config.train
+    if model.family == "gpt" and model.hidden % model.heads:
+        raise ValueError(
+            f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
+            f"set model.heads to {_nearest_divisor(model.hidden, model.heads)}"
+        )
+    if train.sequence > model.positions:
+        raise ValueError(
+            f"train.sequence={train.sequence} is longer than model.positions={model.positions}: "
+            f"set train.sequence to at most {model.positions} or raise model.positions"
+        )
+    tokens = tokenizer_vocabulary(config.data)
+    if model.vocabulary < tokens:
+        raise ValueError(
+            f"model.vocabulary={model.vocabulary} is smaller than the {tokens} tokens of data={config.data.name}: "
+            f"set model.vocabulary to at least {tokens}, or to null"
+        )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def _check_layout(config: RootConfig) -> None:
+    parallel, blocks = config.parallel, config.model.blocks
+    if parallel.engine == "single" and parallel.stages != 1:
+        raise ValueError(
+            f"parallel.engine=single runs the whole model in one process, not parallel.stages={parallel.stages}: "
+            "set parallel.stages=1, or parallel.engine=torch"
+        )
+    if parallel.engine == "fairscale" and parallel.schedule != "gpipe":
+        raise ValueError(
+            f"parallel.engine=fairscale can only fill and drain, not parallel.schedule={parallel.schedule}: "
+            "set parallel.schedule=gpipe, or parallel.engine=torch"
+        )
+    if parallel.engine != "torch" and parallel.interleave != 1:
+        raise ValueError(
+            f"parallel.engine={parallel.engine} has one model stage a rank, not parallel.interleave="
+            f"{parallel.interleave}: set parallel.interleave=1, or parallel.engine=torch"
+        )
+    if parallel.engine == "torch":
+        from pipeline.schedule import make_schedule
+
+        make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
+    model_stages = parallel.stages * parallel.interleave
+    if isinstance(parallel.balance, str):
+        if parallel.balance != "uniform":
+            raise ValueError(f"parallel.balance={parallel.balance} is neither uniform nor a list such as [4,4]")
+        if model_stages > blocks:
+            raise ValueError(
+                f"{model_stages} model stages (parallel.stages={parallel.stages} x parallel.interleave="
+                f"{parallel.interleave}) are more than the {blocks} blocks of model={config.model.name}: "
+                f"use at most {blocks} stages, or a model with more blocks"
+            )
+    else:
+        _check_balance(parallel.balance, model_stages, blocks)
+
+
+def _check_balance(balance: object, model_stages: int, blocks: int) -> None:
+    """A list that sums to the number of blocks counts blocks; one that sums to all layers is literal."""
+    layers = blocks + LAYERS_BESIDE_BLOCKS
+    if not isinstance(balance, list) or not all(type(part) is int for part in balance):
+        raise ValueError(f"parallel.balance={balance} must be uniform or a list of whole numbers such as [4,4]")
+    if len(balance) != model_stages:
+        raise ValueError(
+            f"parallel.balance={balance} has {len(balance)} entries for {model_stages} model stages: give one a stage"
+        )
+    if min(balance) < 1:
+        raise ValueError(f"parallel.balance={balance} has a stage with {min(balance)} layers: each needs at least 1")
+    if sum(balance) not in (blocks, layers):
+        raise ValueError(
+            f"parallel.balance={balance} sums to {sum(balance)}: it must sum to {blocks} (the blocks) or to {layers} "
+            "(all layers: embedding, blocks, norm, head)"
+        )
+
+
+def nearest_batches(global_batch: int, unit: int) -> list[int]:
+    """The one or two multiples of `unit` around `global_batch`, at least `unit` each."""
+    below = global_batch // unit * unit
+    return sorted({max(unit, below), below + unit})
+
+
+def _check_run(config: RootConfig) -> None:
+    train, parallel, optimizer = config.train, config.parallel, config.optimizer
+    unit = train.accumulate * parallel.chunks
+    if train.global_batch % unit:
+        near = " or ".join(str(n) for n in nearest_batches(train.global_batch, unit))
+        raise ValueError(
+            f"train.global_batch={train.global_batch} is not divisible by train.accumulate={train.accumulate} x "
+            f"parallel.chunks={parallel.chunks} = {unit}: set train.global_batch to {near}"
+        )
+    if optimizer.learning_rate is None:
+        raise ValueError(f"optimizer.learning_rate is null, which only adamw can fill; give {optimizer.name} a value")
+    if optimizer.warmup_steps > train.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={train.steps}: "
+            f"set optimizer.warmup_steps to at most {train.steps}, or to null"
+        )
+    if config.data.source == "text" and not config.data.path:
+        raise ValueError("data=text needs data.path: a file, a folder or a glob in quotes")
+
+
+def _check_device(config: RootConfig) -> None:
+    hardware, parallel = config.hardware, config.parallel
+    if hardware.device != "cuda":
+        return
+    found = find_device()
+    if found.kind != "cuda":
+        raise ValueError(
+            f"hardware={hardware.name} needs an accelerator and this machine has none that torch can see: "
+            "use hardware=auto or hardware=cpu"
+        )
+    joined = "RANK" in os.environ  # torchrun and Slurm start the ranks, maybe on other machines too
+    if parallel.engine != "single" and parallel.stages > found.count and not joined:
+        raise ValueError(
+            f"parallel.stages={parallel.stages} needs as many accelerators and this machine has {found.count}: "
+            f"set parallel.stages to at most {found.count}, or start with torchrun on more machines"
+        )
+
+
+def _warnings(config: RootConfig) -> Iterable[str]:
+    parallel, hardware = config.parallel, config.hardware
+    p, m = parallel.stages, parallel.chunks
+    if p > 1 and m < 4 * p:
+        now, usual = ((p - 1) / (n + p - 1) for n in (m, 4 * p))
+        yield (
+            f"parallel.chunks={m} is less than 4 x parallel.stages={p}: an ideal bubble of {now:.1%} of the step, "
+            f"{usual:.1%} with parallel.chunks={4 * p}"
+        )
+    if config.train.precision == "bfloat16" and hardware.peak_flops_float32 and not hardware.peak_flops_bfloat16:
+        yield f"train.precision=bfloat16 is emulated on hardware={hardware.name}, and slow: float32 is its own"

@@ -1,0 +1,220 @@
+"""What `null` means: fills each open value of a configuration from the model, the layout and the hardware."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from conf.check import check_values, tokenizer_vocabulary
+from conf.device import Device, find_device, memory_bytes, num_cores
+from conf.schema import HardwareConfig, ModelConfig, RootConfig
+
+# A run on processors: what a small model gets in full, and a larger one in part.
+CPU_STEPS = 300  # the main job in under three minutes on two cores
+CPU_MIN_STEPS = 4
+CPU_GLOBAL_BATCH = 32  # sequences
+CPU_SEQUENCE = 128  # tokens
+CPU_VALIDATE_SEQUENCES = 256
+CPU_EFFICIENCY = 0.5  # of the peak of all cores, in whole training steps
+CPU_BUDGET = 2 / 3  # of max_minutes: what a run is sized for, since the estimate is rough
+# A run on accelerators.
+ACCELERATOR_STEPS = 100_000
+ACCELERATOR_SEQUENCE = 2048  # tokens
+ACCELERATOR_MICRO_BATCH = 8192  # tokens: large enough to fill the device
+ACCELERATOR_VALIDATE_SEQUENCES = 512
+
+VALIDATIONS = 4  # a run
+VALIDATION_SHARE = 0.1  # of the run's time at most
+LOG_LINES = 20  # a run
+WARMUP_SHARE = 0.1  # of the run at most
+
+# What torch calls a device -> the file of conf/hardware/ with its figures.
+DEVICE_FILES = {
+    "Tesla V100-SXM2-16GB": "v100",
+    "Tesla V100-SXM2-32GB": "v100",
+    "NVIDIA A100-SXM4-40GB": "a100_40gb",
+    "NVIDIA A100-SXM4-80GB": "a100_80gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+}
+# Figures of the device itself; network and price belong to a node, which a name does not tell.
+DEVICE_FIGURES = (
+    "precision",
+    "peak_flops_float32",
+    "peak_flops_bfloat16",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "warmup_steps",
+    "max_minutes",
+)
+
+
+def resolve(config: RootConfig, *, device: str | None = None) -> RootConfig:
+    """A copy in which every null that has an answer is filled. Resolving twice changes nothing.
+
+    device: cpu or cuda in place of what hardware=auto would find. ValueError for a value that is wrong by itself.
+    """
+    check_values(config)
+    config = copy.deepcopy(config)
+    found = find_device() if device is None else Device(device)
+    _resolve_hardware(config.hardware, found)
+    _resolve_model(config)
+    _resolve_parallel(config)
+    train = config.train
+    train.precision = train.precision or config.hardware.precision or "float32"
+    if train.max_minutes is None:
+        train.max_minutes = config.hardware.max_minutes or 0
+    if config.hardware.device == "cpu":
+        _resolve_cpu_run(config)
+    else:
+        _resolve_accelerator_run(config)
+    _resolve_intervals(config)
+    _resolve_optimizer(config)
+    return config
+
+
+def padded_vocabulary(model: ModelConfig) -> int:
+    """Rows of the embedding: model.vocabulary rounded up to a multiple of model.vocabulary_multiple."""
+    return math.ceil(model.vocabulary / model.vocabulary_multiple) * model.vocabulary_multiple
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters by the closed form, for sizing a run; models.describe counts them layer by layer.
+
+    A GPT block has 12 D^2 + 13 D with biases and a feed-forward of 4 D (Narayanan et al. 2021, arXiv 2104.04473).
+    """
+    d, f, v = model.hidden, model.feedforward, padded_vocabulary(model)
+    attention = 4 * d * d + 4 * d if model.family == "gpt" else 0
+    block = attention + 2 * d * f + f + d + 4 * d
+    return model.blocks * block + v * d * (1 if model.tied else 2) + model.positions * d + 2 * d
+
+
+def _resolve_hardware(hardware: HardwareConfig, found: Device) -> None:
+    if hardware.device == "auto":
+        hardware.device = found.kind
+        file = "cpu" if found.kind == "cpu" else DEVICE_FILES.get(found.name, "cuda")
+        figures = _hardware_file(file)
+        for key in DEVICE_FIGURES:
+            if getattr(hardware, key) is None:
+                setattr(hardware, key, figures.get(key))
+        sources = {k: v for k, v in figures.get("sources", {}).items() if k in DEVICE_FIGURES}
+        hardware.sources = sources | hardware.sources
+        hardware.name = f"auto ({found.name or found.kind})"
+        if found.count:
+            hardware.memory_bytes = hardware.memory_bytes or found.memory_bytes
+            hardware.devices_per_node = hardware.devices_per_node or found.count
+            if file == "cuda" and not found.bfloat16:
+                hardware.precision = "float32"
+    if hardware.device == "cpu":
+        hardware.devices_per_node = hardware.devices_per_node or num_cores()
+        hardware.memory_bytes = hardware.memory_bytes or float(memory_bytes())
+
+
+def _hardware_file(name: str) -> dict:
+    """The values of conf/hardware/NAME.yaml, laid over those of the file that it starts from."""
+    values = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent / "hardware" / f"{name}.yaml"))
+    for base in values.pop("defaults", []):
+        if base != "_self_":
+            values = _hardware_file(base) | values
+    return values
+
+
+def _resolve_model(config: RootConfig) -> None:
+    model = config.model
+    model.feedforward = model.feedforward or 4 * model.hidden
+    model.vocabulary = model.vocabulary or tokenizer_vocabulary(config.data)
+
+
+def _resolve_parallel(config: RootConfig) -> None:
+    from pipeline.schedule import make_schedule
+
+    parallel = config.parallel
+    parallel.chunks = parallel.chunks or 4 * parallel.stages
+    if parallel.interleave is None:
+        # single and fairscale run one model stage a rank, whatever the schedule's name
+        torch = parallel.engine == "torch"
+        parallel.interleave = (
+            make_schedule(parallel.schedule, parallel.stages, parallel.chunks).interleave if torch else 1
+        )
+
+
+def _nearest_multiple(number: float, unit: int) -> int:
+    return max(1, round(number / unit)) * unit
+
+
+def _resolve_cpu_run(config: RootConfig) -> None:
+    """A small model gets CPU_STEPS steps of CPU_GLOBAL_BATCH sequences; one that cannot do that within the hardware's
+    time limit gets micro-batches of one sequence and as many steps as fit."""
+    train, hardware = config.train, config.hardware
+    unit = train.accumulate * config.parallel.chunks
+    rate = (hardware.peak_flops_float32 or math.inf) * hardware.devices_per_node * CPU_EFFICIENCY
+    second_a_token = 6 * num_parameters(config.model) / rate  # Kaplan et al. 2020, arXiv 2001.08361
+
+    train.sequence = train.sequence or min(CPU_SEQUENCE, config.model.positions)
+    if train.global_batch is None:
+        small = _nearest_multiple(CPU_GLOBAL_BATCH, unit)
+        limit_s = CPU_BUDGET * 60 * (hardware.max_minutes or math.inf)
+        fits = CPU_STEPS * small * train.sequence * second_a_token <= limit_s
+        train.global_batch = small if fits else unit
+    step_s = train.global_batch * train.sequence * second_a_token
+    limit_s = CPU_BUDGET * 60 * (train.max_minutes or hardware.max_minutes or math.inf)
+    _resolve_steps(config, round(min(CPU_STEPS, max(CPU_MIN_STEPS, limit_s / step_s))))
+    if train.validate_sequences is None:
+        affordable = _validation_budget(config) / VALIDATIONS
+        flush = train.global_batch // train.accumulate
+        train.validate_sequences = max(flush, min(CPU_VALIDATE_SEQUENCES, int(affordable)) // flush * flush)
+
+
+def _resolve_accelerator_run(config: RootConfig) -> None:
+    train = config.train
+    unit = train.accumulate * config.parallel.chunks
+    train.sequence = train.sequence or min(ACCELERATOR_SEQUENCE, config.model.positions)
+    train.global_batch = train.global_batch or unit * max(1, ACCELERATOR_MICRO_BATCH // train.sequence)
+    _resolve_steps(config, ACCELERATOR_STEPS)
+    if train.validate_sequences is None:
+        flush = max(1, train.global_batch // train.accumulate)
+        train.validate_sequences = _nearest_multiple(ACCELERATOR_VALIDATE_SEQUENCES, flush)
+
+
+def _resolve_steps(config: RootConfig, steps: int) -> None:
+    train = config.train
+    if train.tokens is not None:
+        steps = math.ceil(train.tokens / (train.global_batch * train.sequence))
+        train.tokens = None  # said by steps from here on
+    train.steps = train.steps or steps
+
+
+def _validation_budget(config: RootConfig) -> float:
+    """Sequences that validation may take in a whole run; a forward costs a third of a training step's work."""
+    return VALIDATION_SHARE * 3 * config.train.steps * config.train.global_batch
+
+
+def _resolve_intervals(config: RootConfig) -> None:
+    train = config.train
+    if train.validate_every is None:
+        affordable = int(_validation_budget(config) / train.validate_sequences)
+        train.validate_every = math.ceil(train.steps / max(1, min(VALIDATIONS, affordable)))
+    train.log_every = train.log_every or max(1, round(train.steps / LOG_LINES))
+
+
+def _resolve_optimizer(config: RootConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.warmup_steps is None:
+        wanted = config.hardware.warmup_steps
+        most = int(WARMUP_SHARE * config.train.steps)
+        optimizer.warmup_steps = most if wanted is None else min(wanted, most)
+    if optimizer.learning_rate is None and optimizer.name == "adamw":
+        optimizer.learning_rate = adam_learning_rate(num_parameters(config.model))
+
+
+def adam_learning_rate(parameters: int) -> float:
+    """Peak rate for Adam by the number of parameters, two digits: Kaplan et al. 2020, arXiv 2001.08361, eq. D.1.
+
+    Held between 6e-5 (GPT-3 175B's: the formula breaks down past 10^10 parameters) and 1.5e-3.
+    """
+    rate = 0.003239 - 0.0001395 * math.log(parameters)
+    return float(f"{min(1.5e-3, max(6e-5, rate)):.1e}")
