@@ -63,7 +63,8 @@ class Trainer:
 
     def batch(self, step: int, first: int) -> Batch:
         """Sequences of the flush that starts at consumed sample `first`; only what this rank's stages need."""
-        want = [n for n, needed in (("inputs", self.engine.needs_inputs), ("targets", self.engine.needs_targets)) if needed]
+        needed = {"inputs": self.engine.needs_inputs, "targets": self.engine.needs_targets}
+        want = [name for name, needs in needed.items() if needs]
         inputs, targets = self.batches.train(first, self.flush, want)
         keys = None
         if self.config.model.dropout > 0:
@@ -96,7 +97,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss in nats a token over the first `train.validate_sequences` held-out sequences; same on every rank."""
+        """Mean loss in nats a token over the first `train.validate_sequences` held-out sequences, on every rank."""
         count = self.config.train.validate_sequences
         inputs, targets = self.batches.validation(0, count)
         batch = Batch(
@@ -107,7 +108,7 @@ class Trainer:
         return total / (count * self.config.train.sequence)
 
     def _agree(self, loss: float) -> list[float]:
-        """One reduction a step: the loss (known to the last stage alone), stop requests, the clock of rank 0, memory."""
+        """One reduction a step: the loss (known to the last stage alone), stop requests, rank 0's clock, memory."""
         limit = self.config.train.max_minutes
         out_of_time = self.ranks.rank == 0 and bool(limit) and time.monotonic() - self.started > 60 * limit
         memory = [0.0] * self.ranks.world
@@ -115,7 +116,7 @@ class Trainer:
         return self.ranks.sum([loss, float(self.stop_requested()), float(out_of_time), *memory])
 
     def _nonfinite(self, step: int, outcome: Outcome) -> None:
-        """Names the first parameter (in canonical order) with a bad gradient, and its rank; stops unless told to skip."""
+        """Names the first parameter with a bad gradient, and its rank; stops unless told to skip."""
         own = [
             index
             for index, name in enumerate(self.order)
@@ -123,14 +124,14 @@ class Trainer:
         ]
         firsts = self.ranks.gather(float(min(own, default=len(self.order))))
         rank = min(range(len(firsts)), key=firsts.__getitem__)
-        where = f"first bad gradient: {self.order[int(firsts[rank])]} on rank {rank}" if min(firsts) < len(self.order) else (
-            "all gradients are finite"
-        )
+        where = "all gradients are finite"
+        if firsts[rank] < len(self.order):
+            where = f"first bad gradient: {self.order[int(firsts[rank])]} on rank {rank}"
         outcome.skipped = True
         if self.config.train.nonfinite != "skip":
             raise NonFiniteError(
-                f"step {step + 1}: loss {outcome.loss}, gradient norm {outcome.gradient_norm} ({where}). Lower "
-                f"optimizer.learning_rate or raise optimizer.warmup_steps; train.nonfinite=skip goes on without the step"
+                f"step {step + 1}: loss {outcome.loss}, gradient norm {outcome.gradient_norm} ({where}). "
+                f"Lower optimizer.learning_rate or raise optimizer.warmup_steps; train.nonfinite=skip skips such steps"
             )
 
     def _group(self):
@@ -187,7 +188,8 @@ def _validate(trainer: Trainer, recorder, progress: Progress | None, step: int) 
     figures = {"validation_loss": loss, "bits_per_byte": loss / math.log(2) / trainer.corpus.bytes_per_token}
     if progress is not None:
         recorder.validation(step, figures)
-        progress.say(f"validation after step {step}: {loss:.4f} nats a token, {figures['bits_per_byte']:.4f} bits per byte")
+        bits = figures["bits_per_byte"]
+        progress.say(f"validation after step {step}: {loss:.4f} nats a token, {bits:.4f} bits per byte")
     return figures
 
 
@@ -215,7 +217,7 @@ def _rates(trainer: Trainer, seconds: float) -> dict:
 
 
 def peak_flops(config: RootConfig, world: int) -> float | None:
-    """Peak FLOP/s of the devices in use: one a rank (fairscale: one a stage); on CPU the cores that the ranks can fill."""
+    """Peak FLOP/s of the devices in use: one a rank (fairscale: a stage); on CPU the cores that the ranks can fill."""
     hardware = config.hardware
     name = "peak_flops_bfloat16" if config.train.precision == "bfloat16" else "peak_flops_float32"
     peak = getattr(hardware, name)

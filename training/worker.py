@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m training.worker RUN_DIR`, started by training.launch or, under torchrun, by train.py."""
+"""What each rank runs: `python -m training.worker RUN_DIR`, started by training.launch (under torchrun by train.py)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _against_bigram(config: RootConfig, corpus: Corpus, result: dict) -> dict:
     if "validation_loss" not in result:
         return {}
     bigram = bigram_loss(corpus, config.train.sequence, config.train.validate_sequences)
-    lines = [f"validation loss {result['validation_loss']:.4f} nats a token ({result['bits_per_byte']:.4f} bits per byte)"]
+    loss, bits = result["validation_loss"], result["bits_per_byte"]
+    lines = [f"validation loss {loss:.4f} nats a token ({bits:.4f} bits per byte)"]
     if bigram is not None:
         verdict = "beaten" if result["validation_loss"] < bigram else "not beaten yet"
         lines.append(f"bigram counts   {bigram:.4f} nats a token on the same held-out tokens: {verdict}")

@@ -41,7 +41,9 @@ class Stage(nn.Module):
         checkpoint, interval: see `ParallelConfig`; units of `interval` consecutive blocks are recomputed together.
     """
 
-    def __init__(self, layers: NamedLayers, *, precision: str = "float32", checkpoint: str = "never", interval: int = 1):
+    def __init__(
+        self, layers: NamedLayers, *, precision: str = "float32", checkpoint: str = "never", interval: int = 1
+    ):
         super().__init__()
         self.names = [name for name, _ in layers]
         self.layers = nn.ModuleList(module for _, module in layers)
@@ -67,7 +69,7 @@ class Stage(nn.Module):
                     x = self._run(unit, x, key)
                 else:  # masks are keyed, so there is no generator state to keep for the second forward
                     x = recompute(self._run, unit, x, key, use_reentrant=False, preserve_rng_state=False)
-        # Messages have one dtype whatever the cut, and bfloat16 -> float32 -> bfloat16 is exact; logits stay as they are
+        # messages have one dtype whatever the cut (bfloat16 -> float32 -> bfloat16 is exact); logits stay as they are
         return x.float() if self.autocast and x.dtype == torch.bfloat16 and self.names[-1] != "head" else x
 
     def _run(self, unit: list[int], x: Tensor, key: Tensor | None) -> Tensor:

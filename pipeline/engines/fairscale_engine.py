@@ -20,7 +20,9 @@ class FairscaleEngine(Engine):
     Activation checkpointing is fairscale's own, so the stages must come with checkpoint="never".
     """
 
-    def __init__(self, stages: dict[int, Stage], *, devices: list[torch.device], checkpoint: str, chunks: int, **common):
+    def __init__(
+        self, stages: dict[int, Stage], *, devices: list[torch.device], checkpoint: str, chunks: int, **common
+    ):
         super().__init__(stages, num_stages=len(stages), chunks=chunks, **common)
         self._loss_now = self.scaled_loss
         last = self.num_stages - 1

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _PipelineScheduleRuntime,
+)
 
 from pipeline.schedule import Action
-
-_LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W"}  # torch's text form: F, B, I, W with the same meaning
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,21 @@ class Runtime(_PipelineScheduleRuntime):
         super().__init__(stages, chunks, loss_fn=loss_fn, scale_grads=False)  # scaled once, in Engine.scaled_loss
         self._losses: dict[int, Tensor] = {}
         self._clock = clock
-        lists = {rank: [_Action.from_str(_text(action)) for action in row] for rank, row in enumerate(actions)}
-        self._prepare_schedule_with_comms(lists)
+        # torch's text form of an action is ours: 2F0, with F, B, I and W meaning the same
+        lists = {rank: [_Action.from_str(str(action)) for action in row] for rank, row in enumerate(actions)}
+        if any(action.kind != "F" for row in actions for action in row):
+            self._prepare_schedule_with_comms(lists)
+        else:
+            self._prepare_forward_only(lists)
+
+    def _prepare_forward_only(self, lists: dict[int, list[_Action]]) -> None:
+        """As `_prepare_schedule_with_comms`, which refuses a list without backwards."""
+        rank_of = {action.stage_index: rank for rank, row in lists.items() for action in row}
+        self.stage_index_to_group_rank = rank_of
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = rank_of
+        lists = {rank: _add_unshard_reshard(row) for rank, row in lists.items()}
+        self.pipeline_order_with_comms = _add_send_recv(lists, rank_of.__getitem__, self._num_stages)
 
     # torch appends losses in the order of the forwards and reads them by micro-batch: wrong for other orders
     def _maybe_compute_loss(self, stage, output, target_mbs, mb_index, loss_kwargs=None):
@@ -107,7 +123,3 @@ class Runtime(_PipelineScheduleRuntime):
             total += self._losses[index].detach().to(total)
         self._losses.clear()
         return total
-
-
-def _text(action: Action) -> str:
-    return f"{action.stage}{_LETTERS[action.kind]}{action.microbatch}"
