@@ -12,7 +12,6 @@ from conf.schema import DataConfig, ParallelConfig, RootConfig
 ENGINES = ("single", "torch", "fairscale")
 PRECISIONS = ("float32", "bfloat16", "float64")
 TOKENIZERS = {"byte": 256}  # name -> vocabulary
-LAYERS_BESIDE_BLOCKS = 3  # embedding, norm, head
 
 KNOWN = {
     "model.family": ("gpt", "mlp"),
@@ -172,12 +171,13 @@ def _check_layout(config: RootConfig) -> None:
                 f"use at most {blocks} stages, or a model with more blocks"
             )
     else:
-        _check_balance(parallel.balance, model_stages, blocks)
+        from models.describe import describe
+
+        _check_balance(parallel.balance, model_stages, blocks, len(describe(config.model)))
 
 
-def _check_balance(balance: object, model_stages: int, blocks: int) -> None:
+def _check_balance(balance: object, model_stages: int, blocks: int, layers: int) -> None:
     """A list that sums to the number of blocks counts blocks; one that sums to all layers is literal."""
-    layers = blocks + LAYERS_BESIDE_BLOCKS
     if not isinstance(balance, list) or not all(type(part) is int for part in balance):
         raise ValueError(f"parallel.balance={balance} must be uniform or a list of whole numbers such as [4,4]")
     if len(balance) != model_stages:
@@ -189,7 +189,7 @@ def _check_balance(balance: object, model_stages: int, blocks: int) -> None:
     if sum(balance) not in (blocks, layers):
         raise ValueError(
             f"parallel.balance={balance} sums to {sum(balance)}: it must sum to {blocks} (the blocks) or to {layers} "
-            "(all layers: embedding, blocks, norm, head)"
+            "(all layers: blocks, embedding, head and what else the model has)"
         )
 
 
@@ -247,4 +247,4 @@ def _warnings(config: RootConfig) -> Iterable[str]:
             f"{usual:.1%} with parallel.chunks={4 * p}"
         )
     if config.train.precision == "bfloat16" and hardware.peak_flops_float32 and not hardware.peak_flops_bfloat16:
-        yield f"train.precision=bfloat16 is emulated on hardware={hardware.name}, and slow: float32 is its own"
+        yield f"train.precision=bfloat16 may be emulated on hardware={hardware.name}, many times slower than float32"

@@ -29,7 +29,7 @@ ACCELERATOR_VALIDATE_SEQUENCES = 512
 VALIDATIONS = 4  # a run
 VALIDATION_SHARE = 0.1  # of the run's time at most
 LOG_LINES = 20  # a run
-WARMUP_SHARE = 0.1  # of the run at most
+WARMUP_PART = 10  # at most one part in this of the run
 
 # What torch calls a device -> the file of conf/hardware/ with its figures.
 DEVICE_FILES = {
@@ -67,7 +67,7 @@ def resolve(config: RootConfig, *, device: str | None = None) -> RootConfig:
     train = config.train
     train.precision = train.precision or config.hardware.precision or "float32"
     if train.max_minutes is None:
-        train.max_minutes = config.hardware.max_minutes or 0
+        train.max_minutes = float(config.hardware.max_minutes or 0)
     if config.hardware.device == "cpu":
         _resolve_cpu_run(config)
     else:
@@ -82,29 +82,20 @@ def padded_vocabulary(model: ModelConfig) -> int:
     return math.ceil(model.vocabulary / model.vocabulary_multiple) * model.vocabulary_multiple
 
 
-def num_parameters(model: ModelConfig) -> int:
-    """Parameters by the closed form, for sizing a run; models.describe counts them layer by layer.
-
-    A GPT block has 12 D^2 + 13 D with biases and a feed-forward of 4 D (Narayanan et al. 2021, arXiv 2104.04473).
-    """
-    d, f, v = model.hidden, model.feedforward, padded_vocabulary(model)
-    attention = 4 * d * d + 4 * d if model.family == "gpt" else 0
-    block = attention + 2 * d * f + f + d + 4 * d
-    return model.blocks * block + v * d * (1 if model.tied else 2) + model.positions * d + 2 * d
-
-
 def _resolve_hardware(hardware: HardwareConfig, found: Device) -> None:
-    if hardware.device == "auto":
+    auto = hardware.device == "auto"
+    if auto:
         hardware.device = found.kind
-        file = "cpu" if found.kind == "cpu" else DEVICE_FILES.get(found.name, "cuda")
+        hardware.name = f"auto ({found.name or found.kind})"
+    if auto or hardware.device == "cpu":
+        file = "cpu" if hardware.device == "cpu" else DEVICE_FILES.get(found.name, "cuda")
         figures = _hardware_file(file)
         for key in DEVICE_FIGURES:
-            if getattr(hardware, key) is None:
-                setattr(hardware, key, figures.get(key))
-        sources = {k: v for k, v in figures.get("sources", {}).items() if k in DEVICE_FIGURES}
-        hardware.sources = sources | hardware.sources
-        hardware.name = f"auto ({found.name or found.kind})"
-        if found.count:
+            if getattr(hardware, key) is None and figures.get(key) is not None:
+                setattr(hardware, key, figures[key])
+                if key in figures.get("sources", {}):
+                    hardware.sources[key] = figures["sources"][key]
+        if found.count and hardware.device == "cuda":
             hardware.memory_bytes = hardware.memory_bytes or found.memory_bytes
             hardware.devices_per_node = hardware.devices_per_node or found.count
             if file == "cuda" and not found.bfloat16:
@@ -127,6 +118,7 @@ def _resolve_model(config: RootConfig) -> None:
     model = config.model
     model.feedforward = model.feedforward or 4 * model.hidden
     model.vocabulary = model.vocabulary or tokenizer_vocabulary(config.data)
+    model.vocabulary = padded_vocabulary(model)
 
 
 def _resolve_parallel(config: RootConfig) -> None:
@@ -149,12 +141,13 @@ def _nearest_multiple(number: float, unit: int) -> int:
 def _resolve_cpu_run(config: RootConfig) -> None:
     """A small model gets CPU_STEPS steps of CPU_GLOBAL_BATCH sequences; one that cannot do that within the hardware's
     time limit gets micro-batches of one sequence and as many steps as fit."""
+    from models.describe import model_flops_per_token
+
     train, hardware = config.train, config.hardware
     unit = train.accumulate * config.parallel.chunks
-    rate = (hardware.peak_flops_float32 or math.inf) * hardware.devices_per_node * CPU_EFFICIENCY
-    second_a_token = 6 * num_parameters(config.model) / rate  # Kaplan et al. 2020, arXiv 2001.08361
-
     train.sequence = train.sequence or min(CPU_SEQUENCE, config.model.positions)
+    rate = hardware.peak_flops_float32 * hardware.devices_per_node * CPU_EFFICIENCY
+    second_a_token = model_flops_per_token(config.model, train.sequence) / rate
     if train.global_batch is None:
         small = _nearest_multiple(CPU_GLOBAL_BATCH, unit)
         limit_s = CPU_BUDGET * 60 * (hardware.max_minutes or math.inf)
@@ -165,7 +158,7 @@ def _resolve_cpu_run(config: RootConfig) -> None:
     _resolve_steps(config, round(min(CPU_STEPS, max(CPU_MIN_STEPS, limit_s / step_s))))
     if train.validate_sequences is None:
         affordable = _validation_budget(config) / VALIDATIONS
-        flush = train.global_batch // train.accumulate
+        flush = max(1, train.global_batch // train.accumulate)
         train.validate_sequences = max(flush, min(CPU_VALIDATE_SEQUENCES, int(affordable)) // flush * flush)
 
 
@@ -205,10 +198,12 @@ def _resolve_optimizer(config: RootConfig) -> None:
     optimizer = config.optimizer
     if optimizer.warmup_steps is None:
         wanted = config.hardware.warmup_steps
-        most = int(WARMUP_SHARE * config.train.steps)
+        most = config.train.steps // WARMUP_PART
         optimizer.warmup_steps = most if wanted is None else min(wanted, most)
     if optimizer.learning_rate is None and optimizer.name == "adamw":
-        optimizer.learning_rate = adam_learning_rate(num_parameters(config.model))
+        from models.describe import describe, num_parameters
+
+        optimizer.learning_rate = adam_learning_rate(num_parameters(describe(config.model)))
 
 
 def adam_learning_rate(parameters: int) -> float:
