@@ -1,6 +1,6 @@
 """What each layer of a model holds and costs, told from its config: names, shapes, FLOPs, bytes. Imports no torch.
 
-Shape letters: B micro-batch size, T sequence, D model (hidden), F inner width of the feed-forward, V vocabulary (padded).
+Shape letters: B micro-batch size, T sequence, D model (hidden), F inner width of the feed-forward, V vocabulary.
 """
 
 from __future__ import annotations

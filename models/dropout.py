@@ -84,8 +84,8 @@ class Dropout(nn.Module):
         if key is None or self.dropped == 0:
             return x
         keep = keep_mask(key, self.layer, self.site, x.shape[1], x.shape[2], self.dropped)
-        # a bool mask: autograd keeps one byte an element for the backward
-        return x * keep * (65536 / (65536 - self.dropped))
+        # a bool mask: autograd keeps one byte an element; in place: fresh pages cost more than the product itself
+        return (x * keep).mul_(65536 / (65536 - self.dropped))
 
     def extra_repr(self) -> str:
         return f"probability={self.dropped / 65536:.4g}, layer={self.layer}, site={self.site}"

@@ -1,6 +1,7 @@
 """The pipeline tutorials' example as a language model: an embedding, blocks of Linear and ReLU, a head.
 
-A neural bigram: it looks at one token only: no positions, no attention, no residual branch; dropout acts on the embedding.
+A neural bigram: it looks at one token only, without positions, attention or residual branches; dropout acts on the
+embedding.
 Shape letters: B micro-batch size, T sequence, D model (hidden), V vocabulary.
 """
 
