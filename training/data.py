@@ -38,7 +38,6 @@ class Corpus:
     train_tokens: int
     validation_tokens: int
     vocabulary: int  # number of different tokens that the tokenizer can produce
-    largest_token: int  # of both maps: a model's vocabulary must be larger
     tokenizer: str
     bytes_per_token: Optional[float]  # for bits per byte; None where the data are no bytes
     content_hash: str
@@ -80,14 +79,11 @@ def prepare(data: DataConfig, *, sequence: int) -> Corpus:
     The folder is named by a hash of (content, tokenizer, split): changed data or another split gets another folder.
 
     Raises ValueError for data that are missing, empty, unreadable or shorter than a sequence (T + 1 tokens on either
-    side), for an unknown source or tokenizer, and for a cache that cannot be written.
+    side), and for a cache that cannot be written. Names and ranges are conf.check's to refuse.
     """
-    if data.source not in SOURCES:
-        raise ValueError(f"data.source={data.source} is unknown: use one of {', '.join(SOURCES)}")
-    if data.tokenizer != "byte":
-        raise ValueError(f"data.tokenizer={data.tokenizer} is unknown: use byte")
-    if not 0 < data.validation_fraction < 1:
-        raise ValueError(f"data.validation_fraction={data.validation_fraction} must be between 0 and 1, both excluded")
+    assert data.source in SOURCES and data.tokenizer == "byte" and 0 < data.validation_fraction < 1, (
+        "check() comes first"
+    )
     source = SOURCES[data.source](data)
     identity = [source.content_hash, source.tokenizer, data.validation_fraction, FORMAT]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -137,10 +133,14 @@ def _build(folder: Path, source: _Source) -> dict:
             if leftover.exists():
                 shutil.rmtree(leftover)
         unfinished.mkdir()
-        with open(unfinished / "train.bin", "wb") as train, open(unfinished / "validation.bin", "wb") as validation:
-            counts = source.write(train, validation)
-        (unfinished / "meta.json").write_text(json.dumps(counts, indent=2) + "\n")
-        unfinished.rename(folder)
+        try:
+            with open(unfinished / "train.bin", "wb") as train, open(unfinished / "validation.bin", "wb") as validation:
+                counts = source.write(train, validation)
+            (unfinished / "meta.json").write_text(json.dumps(counts, indent=2) + "\n")
+            unfinished.rename(folder)
+        except BaseException:  # a full disk is not left full
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         return counts
 
 
@@ -173,18 +173,16 @@ def _files_source(paths: list[str], description: str, fraction: float) -> _Sourc
 
     def write(train: BinaryIO, validation: BinaryIO) -> dict:
         train_pieces, validation_pieces = tokenize.split(documents, fraction)
-        train_tokens, train_largest = tokenize.write_tokens(train_pieces, train)
-        validation_tokens, validation_largest = tokenize.write_tokens(validation_pieces, validation)
         return dict(
             dtype="uint8",
-            train_tokens=train_tokens,
-            validation_tokens=validation_tokens,
-            largest_token=max(train_largest, validation_largest),
+            train_tokens=tokenize.write_tokens(train_pieces, train),
+            validation_tokens=tokenize.write_tokens(validation_pieces, validation),
         )
 
-    megabytes = sum(document.size for document in documents) / 1e6
+    files = "1 file" if len(documents) == 1 else f"{len(documents)} files"
+    size = sum(document.size for document in documents)
     return _Source(
-        description=f"{description}: {len(documents)} file{'s'[: len(documents) > 1]}, {megabytes:.3g} MB",
+        description=f"{description}: {files}, {size:,} bytes",
         content_hash=tokenize.content_hash(documents),
         vocabulary=tokenize.BYTE_VOCABULARY,
         tokenizer="byte",
@@ -224,11 +222,6 @@ def synthetic_chain(vocabulary: int, seed: int) -> tuple[np.ndarray, np.ndarray,
 
 def _synthetic(data: DataConfig) -> _Source:
     total, vocabulary, seed = data.synthetic_tokens, data.synthetic_vocabulary, data.synthetic_seed
-    if vocabulary < 2 or total < 2 or seed < 0:
-        raise ValueError(
-            f"data.synthetic_vocabulary={vocabulary} and data.synthetic_tokens={total} must be at least 2,"
-            f" data.synthetic_seed={seed} at least 0"
-        )
     symbols, shifts, probabilities = synthetic_chain(vocabulary, seed)
     dtype = np.min_scalar_type(vocabulary - 1)
 
@@ -236,16 +229,15 @@ def _synthetic(data: DataConfig) -> _Source:
         held_out = round(data.validation_fraction * total)
         # A byte of the generator chooses one of 256 equally likely slots, of which a shift has its share.
         slots = np.repeat(shifts, (probabilities * 256).astype(int))
-        bits, place, largest = np.random.PCG64([seed, vocabulary, 1]), 0, 0
+        bits, place = np.random.PCG64([seed, vocabulary, 1]), 0
         for file, tokens in ((train, total - held_out), (validation, held_out)):
             for start in range(0, tokens, 1 << 20):
                 count = min(1 << 20, tokens - start)
                 raw = bits.random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
                 places = (place + np.cumsum(slots[raw])) % vocabulary
                 place = int(places[-1])
-                largest = max(largest, int(symbols[places].max()))
                 file.write(symbols[places].astype(dtype))
-        return dict(dtype=dtype.name, train_tokens=total - held_out, validation_tokens=held_out, largest_token=largest)
+        return dict(dtype=dtype.name, train_tokens=total - held_out, validation_tokens=held_out)
 
     entropy = -float(np.sum(probabilities * np.log(probabilities)))
     description = f"synthetic Markov chain: {total} tokens, {vocabulary} symbols, seed {seed}"

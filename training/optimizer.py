@@ -110,7 +110,7 @@ def global_norm(
 
 
 @torch.no_grad()
-def clip_(parameters: dict[str, nn.Parameter], norm: torch.Tensor, clip_norm: float) -> None:
+def clip_(parameters: dict[str, nn.Parameter], norm: torch.Tensor | float, clip_norm: float) -> None:
     """Multiplies all gradients by min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
 
     A norm that is not finite spoils the gradients: the caller looks at it first.

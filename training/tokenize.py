@@ -8,9 +8,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
-
-import numpy as np
+from typing import BinaryIO, NamedTuple, NoReturn
 
 BYTE_VOCABULARY = 256  # a token is a byte
 SEPARATOR = b"\0"  # stands between two documents; text has no byte 0
@@ -77,7 +75,7 @@ def text_files(path: str | None) -> list[str]:
 def _walk(root: str, skips: set[str]) -> list[str]:
     """Regular files below `root`, without hidden ones and folders named in `skips`, sorted by relative path."""
     found = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_unreadable):
         folders[:] = [name for name in folders if name not in skips and not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     found = [path for path in found if path.is_file()]  # no sockets, no broken links
@@ -103,7 +101,11 @@ def blocks(path: str, start: int = 0, stop: int | None = None) -> Iterator[bytes
                 start += len(block)
                 yield block
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+        _unreadable(error, path)
+
+
+def _unreadable(error: OSError, path: str | None = None) -> NoReturn:
+    raise ValueError(f"cannot read {path or error.filename}: {error.strerror or error}") from error
 
 
 def scan(paths: list[str]) -> list[Document]:
@@ -171,16 +173,15 @@ def _split_tail(documents: list[Document], fraction: float) -> tuple[list[Piece]
     return training, validation
 
 
-def write_tokens(pieces: list[Piece], out: BinaryIO) -> tuple[int, int]:
-    """Writes the pieces' byte tokens (uint8), a separator between two; returns (tokens, largest token)."""
-    tokens, largest = 0, 0
+def write_tokens(pieces: list[Piece], out: BinaryIO) -> int:
+    """Writes the pieces' byte tokens (uint8), a separator between two; returns their number."""
+    tokens = 0
     for number, (document, start, stop) in enumerate(pieces):
         if number:
             tokens += out.write(SEPARATOR)
         before = tokens
         for block in blocks(document.path, start, stop):
-            largest = max(largest, int(np.frombuffer(block, np.uint8).max()))
             tokens += out.write(block)
         if tokens - before != stop - start:
             raise ValueError(f"{document.path} ({document.size} bytes) changed while it was being read: try again")
-    return tokens, largest
+    return tokens
