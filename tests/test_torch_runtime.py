@@ -1,0 +1,68 @@
+"""Fails loudly when a new torch changes the private parts of torch.distributed.pipelining that the engine relies on."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import cases
+from pipeline.engines import torch_runtime
+from pipeline.engines.base import Batch
+from pipeline.schedule import Action, make_schedule
+from ranks import run_ranks
+
+
+def _parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_methods_that_are_overridden_have_the_same_parameters():
+    for own, theirs, names in (
+        (
+            torch_runtime.RunnableStage,
+            PipelineStage,
+            ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"],
+        ),
+        (
+            torch_runtime.Runtime,
+            schedules._PipelineScheduleRuntime,
+            ["_maybe_compute_loss", "_maybe_get_loss", "_update_losses"],
+        ),
+    ):
+        for name in names:
+            assert _parameters(getattr(own, name)) == _parameters(getattr(theirs, name)), f"{own.__name__}.{name}"
+
+
+def test_the_private_functions_take_what_they_are_given():
+    assert _parameters(schedules._add_send_recv) == ["compute_actions", "stage_to_rank", "num_stages"]
+    assert _parameters(schedules._add_unshard_reshard)[0] == "compute_actions"
+    prepare = schedules._PipelineScheduleRuntime._prepare_schedule_with_comms
+    assert _parameters(prepare) == ["self", "actions", "format"]
+
+
+def test_torch_reads_our_text_of_an_action():
+    for kind, meaning in (("F", "F"), ("B", "B"), ("I", "I"), ("W", "W")):
+        action = schedules._Action.from_str(str(Action(12, kind, 3)))
+        assert (action.stage_index, action.computation_type.value, action.microbatch_index) == (12, meaning, 3)
+
+
+def _executed(rank: int, world: int, case) -> list[str]:
+    from training.build import build_engine
+
+    engine = build_engine(case, rank=rank, device=torch.device("cpu"))
+    inputs, targets = cases.tokens(case.train.global_batch)
+    engine.clock.on = True
+    engine.step(Batch(inputs, targets), 1.0)
+    timings = engine.clock.timings
+    assert all(0 < timing.start_s <= timing.end_s for timing in timings)
+    assert all(a.end_s <= b.start_s for a, b in zip(timings, timings[1:], strict=False))
+    return [str(timing.action) for timing in timings]
+
+
+def test_what_runs_is_the_very_list():
+    for schedule in ("gpipe", "1f1b"):
+        case = cases.config(stages=2, chunks=4, schedule=schedule)
+        expected = [[str(action) for action in row] for row in make_schedule(schedule, 2, 4).actions]
+        assert run_ranks(_executed, 2, case) == expected
