@@ -241,7 +241,9 @@ def _warnings(config: RootConfig) -> Iterable[str]:
     parallel, hardware = config.parallel, config.hardware
     p, m = parallel.stages, parallel.chunks
     if p > 1 and m < 4 * p:
-        now, usual = ((p - 1) / (n + p - 1) for n in (m, 4 * p))
+        from pipeline.schedule import bubble_ideal, make_schedule
+
+        now, usual = (bubble_ideal(make_schedule(parallel.schedule, p, n, parallel.interleave)) for n in (m, 4 * p))
         yield (
             f"parallel.chunks={m} is less than 4 x parallel.stages={p}: an ideal bubble of {now:.1%} of the step, "
             f"{usual:.1%} with parallel.chunks={4 * p}"

@@ -90,6 +90,8 @@ def _resolve_hardware(hardware: HardwareConfig, found: Device) -> None:
     if auto or hardware.device == "cpu":
         file = "cpu" if hardware.device == "cpu" else DEVICE_FILES.get(found.name, "cuda")
         figures = _hardware_file(file)
+        if found.count and not found.bfloat16:
+            figures["precision"] = "float32"
         for key in DEVICE_FIGURES:
             if getattr(hardware, key) is None and figures.get(key) is not None:
                 setattr(hardware, key, figures[key])
@@ -98,8 +100,6 @@ def _resolve_hardware(hardware: HardwareConfig, found: Device) -> None:
         if found.count and hardware.device == "cuda":
             hardware.memory_bytes = hardware.memory_bytes or found.memory_bytes
             hardware.devices_per_node = hardware.devices_per_node or found.count
-            if file == "cuda" and not found.bfloat16:
-                hardware.precision = "float32"
     if hardware.device == "cpu":
         hardware.devices_per_node = hardware.devices_per_node or num_cores()
         hardware.memory_bytes = hardware.memory_bytes or float(memory_bytes())

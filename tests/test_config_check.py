@@ -1,0 +1,168 @@
+"""Every mistake in a configuration is one line with its numbers; warnings; the JSON round trip; no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from composing import CONF, resolved
+
+import conf.check
+from conf.check import check, nearest_batches
+from conf.device import Device
+from conf.schema import from_dict, to_dict
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator(monkeypatch):
+    monkeypatch.setattr(conf.check, "find_device", lambda: Device("cpu"))
+
+
+# ---- what is refused, and with which numbers
+
+REFUSED = [
+    (["train.global_batch=30", "parallel.chunks=8"], ["train.global_batch=30", "8", "24 or 32"]),
+    (["train.global_batch=3", "parallel.chunks=8"], ["train.global_batch=3", "set train.global_batch to 8"]),
+    (
+        ["train.global_batch=40", "train.accumulate=3"],
+        ["40", "train.accumulate=3 x parallel.chunks=8 = 24", "24 or 48"],
+    ),
+    (["parallel.chunks=0"], ["parallel.chunks=0", "at least 1"]),
+    (["parallel.stages=0"], ["parallel.stages=0", "at least 1"]),
+    (["parallel.schedule=nosuch"], ["parallel.schedule=nosuch", "gpipe", "1f1b"]),
+    (["parallel.engine=nosuch"], ["parallel.engine=nosuch", "single, torch, fairscale"]),
+    (["parallel.stages=9"], ["9 model stages", "8 blocks", "at most 8"]),
+    (["parallel=single", "parallel.stages=2"], ["parallel.stages=2", "parallel.engine=torch"]),
+    (["parallel=fairscale_pp2", "parallel.schedule=1f1b"], ["1f1b", "parallel.schedule=gpipe"]),
+    (["parallel=fairscale_pp2", "parallel.interleave=2"], ["parallel.interleave=2", "parallel.interleave=1"]),
+    (["parallel.interleave=2"], ["interleave=2"]),
+    (["parallel.balance=even"], ["parallel.balance=even", "uniform"]),
+    (["parallel.balance=[8]"], ["[8]", "1 entries", "2 model stages"]),
+    (["parallel.balance=[4,5]"], ["[4, 5]", "sums to 9", "8", "11"]),
+    (["parallel.balance=[8,0]"], ["[8, 0]", "0 layers", "at least 1"]),
+    (["parallel.balance=[4,4.5]"], ["[4, 4.5]", "whole numbers"]),
+    (["parallel.checkpoint=sometimes"], ["sometimes", "never, except_last, always"]),
+    (["parallel.checkpoint_interval=0"], ["parallel.checkpoint_interval=0"]),
+    (["model.heads=3"], ["model.hidden=128", "model.heads=3", "2"]),
+    (["model.family=rnn"], ["rnn", "gpt, mlp"]),
+    (["model.dropout=1.0"], ["model.dropout=1.0", "less than 1"]),
+    (["model.dropout=-0.1"], ["model.dropout=-0.1"]),
+    (["model.blocks=0"], ["model.blocks=0"]),
+    (["model.vocabulary=100"], ["model.vocabulary=100", "256"]),
+    (["model.vocabulary=32", "data=synthetic"], ["model.vocabulary=32", "64"]),
+    (["train.sequence=2048"], ["train.sequence=2048", "model.positions=1024"]),
+    (["train.steps=10", "train.tokens=1e6"], ["train.steps=10", "train.tokens=1e+06"]),
+    (["train.steps=0"], ["train.steps=0"]),
+    (["train.steps=-5"], ["train.steps=-5"]),
+    (["train.tokens=0"], ["train.tokens=0", "more than 0"]),
+    (["train.tokens=inf"], ["train.tokens=inf"]),
+    (["train.global_batch=0"], ["train.global_batch=0"]),
+    (["train.accumulate=0"], ["train.accumulate=0"]),
+    (["train.sequence=0"], ["train.sequence=0"]),
+    (["train.seed=-1"], ["train.seed=-1"]),
+    (["train.max_minutes=-1"], ["train.max_minutes=-1"]),
+    (["train.stall_timeout_s=0"], ["train.stall_timeout_s=0"]),
+    (["train.nonfinite=ignore"], ["ignore", "stop, skip"]),
+    (["train.precision=float16"], ["float16", "scaler", "bfloat16"]),
+    (["train.precision=fp16"], ["fp16", "bfloat16"]),
+    (["train.precision=int8"], ["int8", "float32, bfloat16, float64"]),
+    (["hardware.precision=float16"], ["hardware.precision=float16", "bfloat16"]),
+    (["hardware.device=tpu"], ["tpu", "auto, cpu, cuda"]),
+    (["hardware=h100"], ["hardware=h100", "hardware=auto"]),
+    (["hardware.device=cuda"], ["accelerator", "hardware=auto"]),
+    (["optimizer.name=lion"], ["lion", "adamw, sgd"]),
+    (["optimizer.schedule=step"], ["step", "cosine, linear, constant, wsd"]),
+    (["optimizer.learning_rate=0"], ["optimizer.learning_rate=0", "more than 0"]),
+    (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),
+    (["optimizer=sgd", "optimizer.learning_rate=null"], ["optimizer.learning_rate", "sgd"]),
+    (["optimizer.warmup_steps=400", "train.steps=300"], ["400", "300"]),
+    (["optimizer.beta2=1"], ["optimizer.beta2=1"]),
+    (["optimizer.clip_norm=0"], ["optimizer.clip_norm=0"]),
+    (["optimizer.weight_decay=-1"], ["optimizer.weight_decay=-1"]),
+    (["data.source=web"], ["web", "python_source, text, synthetic"]),
+    (["data.tokenizer=bpe"], ["bpe", "byte"]),
+    (["data.validation_fraction=0"], ["data.validation_fraction=0", "between 0 and 1"]),
+    (["data=text"], ["data.path"]),
+    (["data=synthetic", "data.synthetic_vocabulary=1"], ["data.synthetic_vocabulary=1", "at least 2"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
+def test_refused_in_one_line_with_the_numbers(overrides, fragments):
+    with pytest.raises(ValueError) as error:
+        check(resolved(*overrides))
+    message = str(error.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_nearest_batches():
+    assert nearest_batches(30, 8) == [24, 32]
+    assert nearest_batches(3, 8) == [8]
+    assert nearest_batches(9, 8) == [8, 16]
+
+
+def test_balance_lists_that_are_right():
+    check(resolved("parallel.balance=[3,5]"))  # blocks
+    check(resolved("parallel.balance=[4,7]"))  # embedding, 8 blocks, norm and head
+    check(resolved("model=mlp", "parallel.balance=[4,6]"))  # an mlp has no norm
+
+
+def test_more_stages_than_accelerators(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    one = Device("cuda", "NVIDIA H200", 1, 150_000_000_000, True)
+    monkeypatch.setattr(conf.check, "find_device", lambda: one)
+    with pytest.raises(ValueError, match="parallel.stages=4 .* has 1"):
+        check(resolved("parallel=pp4", device=one))
+    check(resolved("parallel=single", device=one))
+    monkeypatch.setenv("RANK", "0")  # torchrun's ranks may be on other machines
+    check(resolved("parallel=pp4", device=one))
+
+
+# ---- what is warned about
+
+
+@pytest.mark.parametrize("parallel", ["pp2", "pp4", "fairscale_pp2"])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_few_chunks_get_a_warning_with_the_bubble(parallel, chunks):
+    config = resolved(f"parallel={parallel}", f"parallel.chunks={chunks}")
+    p = config.parallel.stages
+    (warning,) = check(config)
+    assert f"{(p - 1) / (chunks + p - 1):.1%}" in warning and f"{(p - 1) / (4 * p + p - 1):.1%}" in warning
+    assert f"parallel.chunks={4 * p}" in warning
+
+
+def test_other_warnings():
+    assert check(resolved("parallel.stages=1", "parallel.chunks=1")) == []
+    assert check(resolved("parallel.chunks=9")) == []
+    (warning,) = check(resolved("train.precision=bfloat16"))
+    assert "bfloat16" in warning and "cpu" in warning
+    (warning,) = check(resolved("hardware=v100", "train.precision=bfloat16"), here=False)
+    assert "v100" in warning
+
+
+# ---- types, round trip, imports
+
+
+def test_json_round_trip():
+    for overrides in ([], ["hardware=p5", "model=gpt_7b"], ["parallel.balance=[3,5]"]):
+        config = resolved(*overrides)
+        assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    with pytest.raises(ValueError, match="TrainConfig has no key stepz"):
+        from_dict({"train": {"stepz": 1}})
+
+
+def test_configuration_imports_no_torch():
+    code = (
+        "import sys, glob; glob.glob = lambda pattern: []\n"
+        "from hydra import compose, initialize_config_dir; from omegaconf import OmegaConf\n"
+        "from conf import check, device, resolve, schema; schema.register()\n"
+        f"with initialize_config_dir({str(CONF)!r}, version_base='1.3'):\n"
+        "    config = OmegaConf.to_object(compose('config', ['model=gpt_1b', 'parallel=pp4', 'parallel.chunks=4']))\n"
+        "assert len(check.check(resolve.resolve(config))) == 1 and device.find_device().kind == 'cpu'\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, check=True, timeout=60)
