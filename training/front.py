@@ -1,0 +1,273 @@
+"""From what was typed to a run folder with a result: compose, check, claim the folder, launch; once, or for each job.
+
+train.py is this file's only caller. Knows Hydra and OmegaConf; below it there are only plain dataclasses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.check import check
+from conf.resolve import resolve
+from conf.schema import RootConfig, register, to_dict
+from pipeline.partition import num_ranks
+from training import announce, join, sweep
+from training.data import Corpus, prepare
+from training.launch import launch
+from training.record import finish_failed, read_result
+from training.sweep import Job
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again"
+BAD_INPUT = (ValueError, HydraException, OmegaConfBaseException)
+
+register()
+OmegaConf.register_new_resolver("job_name", sweep.job_name, replace=True)  # conf/hydra/default.yaml
+
+
+@dataclass
+class Plan:
+    """A run that has passed every check."""
+
+    composed: RootConfig
+    config: RootConfig  # resolved
+    corpus: Corpus
+    memory: list[dict]  # planning.memory's bytes of each rank
+    warnings: list[str]
+
+
+def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
+    """Call Hydra's main, print what went wrong in one line, or a sweep's table; returns the exit code."""
+    full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing and leaving
+    rank = join.joined_rank()
+    interrupted = False
+    try:
+        with _sigterm_as_interrupt():
+            if rank:
+                return _follow(rank)
+            compose_and_run()
+    except BAD_INPUT as error:
+        if full_error:
+            raise
+        print(f"train.py: {one_line(error)}", file=sys.stderr)
+        if rank == 0:
+            join.announce_refusal()
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        if jobs and jobs[0].number is not None:
+            print("\n" + sweep.table(jobs))
+    statuses = [job.result["status"] for job in jobs]
+    if interrupted or any(job.interrupted for job in jobs):
+        return EXIT_STOPPED
+    return EXIT_FAILED if {"failed", "out_of_memory", "invalid"} & set(statuses) else EXIT_OK
+
+
+def run(config: DictConfig, jobs: list[Job]) -> None:
+    """One composed configuration, to its end; appends the job. In a sweep bad input and failures are only recorded.
+
+    Raises ValueError for bad input of a single run, KeyboardInterrupt when a sweep is to end.
+    """
+    hydra = HydraConfig.get()
+    in_sweep = hydra.mode == RunMode.MULTIRUN
+    folder = Path(os.path.relpath(hydra.runtime.output_dir))
+    job = Job(folder, list(hydra.overrides.task), int(hydra.job.num) if in_sweep else None)
+    with _removed_if_empty(folder):
+        if in_sweep and config.resume_sweep and (earlier := sweep.find_completed(folder.parent, job.overrides)):
+            job.run_dir, job.result, job.earlier = earlier, read_result(earlier), True
+            print(f"done already: {earlier}")
+            jobs.append(job)
+            return
+        try:
+            plan = make_plan(config)
+        except BAD_INPUT as error:
+            if not in_sweep:
+                raise
+            _record_invalid(config, job, error)
+        else:
+            _say(plan)
+            job.run_dir = _claim_for(job)
+            (job.run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
+            _write_inputs(job.run_dir, plan)
+            job.result = _launch(job.run_dir, plan)
+        jobs.append(job)
+    _say_end(job)
+    if in_sweep and job.interrupted:
+        raise KeyboardInterrupt
+
+
+def make_plan(config: DictConfig) -> Plan:
+    """Every check that needs no rank. Raises ValueError, or OmegaConf's errors, for bad input."""
+    composed = OmegaConf.to_object(config)
+    assert isinstance(composed, RootConfig)
+    resolved = resolve(composed)
+    warnings = check(resolved)
+    if join.joined_rank() is not None:
+        join.check_world(num_ranks(resolved.parallel))
+    corpus = prepare(resolved.data, sequence=resolved.train.sequence)
+    memory = announce.predicted_memory(resolved)
+    if resolved.preflight:
+        announce.preflight(resolved, memory)
+    return Plan(composed, resolved, corpus, memory, warnings)
+
+
+# --- the folder ---
+
+
+def claim(folder: Path, *, chosen_by_user: bool = False) -> Path:
+    """Make `folder` a new run's own and return it: with "-2", "-3", … when it has a run already, also one that another
+    process starts at this moment. Raises ValueError instead when the user chose the folder."""
+    if chosen_by_user and any((folder / name).exists() for name in (".hydra", "result.json", "metrics.jsonl")):
+        raise ValueError(f"hydra.run.dir={folder} already holds a run; choose another folder, nothing was touched")
+    number, candidate = 1, folder
+    while True:
+        candidate.mkdir(parents=True, exist_ok=True)
+        try:
+            (candidate / ".hydra").mkdir()  # only one process can
+            return candidate
+        except FileExistsError:
+            number += 1
+            candidate = folder.with_name(f"{folder.name}-{number}")
+        except FileNotFoundError:
+            pass  # another start, refused, has just removed its empty folder of the same name
+
+
+def _claim_for(job: Job) -> Path:
+    typed = HydraConfig.get().overrides.hydra
+    chosen = any(override.startswith(("hydra.run.dir=", "hydra.sweep.")) for override in typed)
+    run_dir = claim(job.run_dir, chosen_by_user=chosen)
+    for name, content in (("overrides", job.overrides), ("hydra", OmegaConf.create({"hydra": HydraConfig.get()}))):
+        (run_dir / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(content))
+    return run_dir
+
+
+def _write_inputs(run_dir: Path, plan: Plan) -> None:
+    """What the ranks read; each file whole or not at all."""
+    for name, content in (("resolved.json", to_dict(plan.config)), ("corpus.json", plan.corpus.to_dict())):
+        partial = run_dir / f"{name}.{os.getpid()}.tmp"
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(partial, run_dir / name)
+
+
+@contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Hydra makes the folder before anything is checked: away with it, and its parents, when nothing came in."""
+    try:
+        yield
+    finally:
+        below = [] if folder.is_absolute() or ".." in folder.parts else folder.parents[:-1]
+        with suppress(OSError):  # not empty, or not there
+            for path in (folder, *below):
+                path.rmdir()
+
+
+def _record_invalid(config: DictConfig, job: Job, error: Exception) -> None:
+    job.run_dir = _claim_for(job)
+    (job.run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    status = "out_of_memory" if isinstance(error, announce.DoesNotFit) else "invalid"
+    job.result = finish_failed(job.run_dir, status, error=one_line(error))
+
+
+# --- the run ---
+
+
+def _launch(run_dir: Path, plan: Plan) -> dict:
+    """Train in `run_dir`, and return result.json; also when something unforeseen goes wrong here."""
+    print(f"folder     {run_dir}\n", flush=True)
+    try:
+        if join.joined_rank() is not None:
+            join.announce_folder(run_dir)
+            join.train(run_dir)
+            return read_result(run_dir)
+        return launch(run_dir, num_ranks(plan.config.parallel))
+    except Exception as error:
+        traceback.print_exc()
+        return finish_failed(run_dir, "failed", error=f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        finish_failed(run_dir, "stopped", reason="signal")
+        raise
+
+
+def _follow(rank: int) -> int:
+    """A rank other than 0 that was started by torchrun: no folder, nothing printed; returns the exit code."""
+    error = None
+    try:
+        plan = make_plan(join.compose_without_folder())
+    except BAD_INPUT as bad:
+        error = bad
+    run_dir = join.hear_folder(rank)
+    if error is not None or not run_dir:
+        if run_dir:  # rank 0 found nothing wrong: it is this machine
+            print(f"train.py: rank {rank}: {one_line(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if not Path(run_dir, "corpus.json").exists():  # another machine, and no shared file system
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        _write_inputs(Path(run_dir), plan)
+    join.train(run_dir)
+    return EXIT_OK
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Outside of launch() SIGTERM ends the process as Ctrl-C does: by an exception, so that folders are tidied."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+# --- what is printed ---
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a ValueError as it is; Hydra's and OmegaConf's without their internals."""
+    parts = [str(error)]
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        parts.append(str(error.__cause__))
+    lines = []
+    for line in "\n".join(parts).splitlines():
+        line = line.strip()
+        if line.startswith("Config search path"):
+            break
+        if line and not line.startswith(("full_key:", "reference_type=", "object_type=", "To append to your config")):
+            lines.append(line)
+    return "; ".join(lines)
+
+
+def _say(plan: Plan) -> None:
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(announce.describe_run(plan.config, plan.corpus, plan.memory))
+    chosen = announce.chosen_values(plan.composed, plan.config)
+    if chosen:
+        print("chosen     " + " ".join(chosen))
+
+
+def _say_end(job: Job) -> None:
+    result = job.result
+    if job.number is None:
+        print(f"\n{result['status']}: {job.run_dir}\nlook at it: tensorboard --logdir experiments", flush=True)
+    else:
+        note = f": {result['error']}" if "error" in result else ""
+        print(f"job {job.number} {result['status']}{note}: {job.run_dir}", flush=True)

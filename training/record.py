@@ -1,0 +1,253 @@
+"""The run folder's records: metrics.jsonl, TensorBoard events and result.json. Imports neither torch nor TensorBoard
+until a run writes events.
+
+    metrics.jsonl   one JSON object a line: a training step or a validation; not-a-number and infinite as "nan", "inf"
+    events.out.*    TensorBoard: the same figures, the config as text, the HParams session
+    result.json     written once, at the end, whatever the end: status, last figures, versions, overrides
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from conf.schema import RootConfig, from_dict, to_dict
+
+STATUSES = ("completed", "stopped", "failed", "out_of_memory", "invalid", "skipped")
+
+# TensorBoard's tag of each figure; the same for every engine, so that runs can be laid over each other
+TAGS = {
+    "loss": "loss/train",
+    "validation_loss": "loss/validation",
+    "bits_per_byte": "loss/bits_per_byte",
+    "learning_rate": "optimizer/learning_rate",
+    "gradient_norm": "optimizer/gradient_norm",
+    "tokens_per_s": "throughput/tokens_per_s",
+    "step_time_s": "throughput/step_time_s",
+    "model_flops_per_s": "throughput/model_flops_per_s",
+    "mfu": "throughput/mfu",
+    "consumed_samples": "progress/consumed_samples",
+    "consumed_tokens": "progress/consumed_tokens",
+}
+
+# the columns of TensorBoard's HParams tab: what a sweep is likely to vary; the whole config is in the TEXT tab
+HPARAMS = {
+    "model": "name blocks hidden heads vocabulary tied dropout",
+    "parallel": "name engine schedule stages chunks interleave balance checkpoint",
+    "optimizer": "name learning_rate schedule warmup_steps weight_decay clip_norm",
+    "hardware": "name",
+    "data": "name tokenizer",
+    "train": "steps global_batch sequence accumulate seed precision",
+}
+
+
+class Recorder:
+    """What rank 0 writes while it trains. `finish` ends it; a run that dies before is ended by `finish_failed`."""
+
+    def __init__(self, run_dir: str | os.PathLike, config: RootConfig):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.run_dir = Path(run_dir)
+        self.started = time.time()
+        self._metrics = open(self.run_dir / "metrics.jsonl", "a", buffering=1)  # a line is on disk when it is written
+        self._events = SummaryWriter(str(self.run_dir))
+        self._flushed = 0.0
+        self._events.add_text("config", f"```yaml\n{_as_yaml(config)}\n```")
+        self._events.file_writer.add_summary(_session_start(hparams(config)))
+        self._events.flush()
+
+    def step(self, figures: dict[str, Any]) -> None:
+        """Write one training step: `step` (from 1), `loss`, … as in TAGS; `memory_bytes` of each rank."""
+        self._write(figures)
+
+    def validation(self, step: int, figures: dict[str, Any]) -> None:
+        """Write one validation after `step` steps: `validation_loss` (nats a token), `bits_per_byte`."""
+        self._write({"step": step, **figures})
+
+    def finish(self, status: str, figures: dict[str, Any] | None = None) -> dict:
+        """End the run and write result.json: `figures` (`reason`, `split`, …) take the place of `summary`'s."""
+        self._metrics.close()
+        self._events.file_writer.add_summary(_session_end(status))
+        self._events.close()
+        seconds = time.time() - self.started
+        return write_result(self.run_dir, {"status": status, "seconds": seconds, **(figures or {})})
+
+    def _write(self, figures: dict[str, Any]) -> None:
+        self._metrics.write(_to_json(figures) + "\n")
+        for key, value in figures.items():
+            if key in TAGS:
+                self._events.add_scalar(TAGS[key], value, figures["step"])
+        for rank, value in enumerate(figures.get("memory_bytes", [])):
+            self._events.add_scalar(f"memory/rank_{rank}_bytes", value, figures["step"])
+        if time.monotonic() - self._flushed > 1.0:  # so that TensorBoard and a kill -9 find the run up to date
+            self._events.flush()
+            self._flushed = time.monotonic()
+
+
+# --- result.json ---
+
+
+def write_result(run_dir: str | os.PathLike, result: dict[str, Any]) -> dict:
+    """Write RUN/result.json whole or not at all, and return it: the figures that metrics.jsonl holds, then `result`,
+    which must have a `status`, then versions and overrides. Keys that are None are left out."""
+    assert result["status"] in STATUSES, result["status"]
+    run_dir = Path(run_dir)
+    full = {"status": result["status"]} | summary(run_dir) | result
+    full = {key: value for key, value in full.items() if value is not None}
+    full |= {"versions": versions(), "overrides": read_overrides(run_dir)}
+    partial = run_dir / f"result.json.{os.getpid()}.tmp"
+    partial.write_text(_to_json(full, indent=1) + "\n")
+    os.replace(partial, run_dir / "result.json")
+    return full
+
+
+def read_result(run_dir: str | os.PathLike) -> dict | None:
+    """RUN/result.json, or None while the run has not ended."""
+    try:
+        return json.loads((Path(run_dir) / "result.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def finish_failed(run_dir: str | os.PathLike, status: str, **figures: Any) -> dict:
+    """End a run in place of the rank that could not: result.json, and the end of the HParams session in an event file
+    of its own (with its beginning, when the run never got to write one)."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    begun = any(Path(run_dir).glob("events.out.tfevents.*"))
+    resolved = Path(run_dir) / "resolved.json"
+    start = []
+    if not begun and resolved.exists():
+        start.append(_session_start(hparams(from_dict(json.loads(resolved.read_text())))))
+    writer = EventFileWriter(str(run_dir), filename_suffix=".end")
+    for summary_pb in [*start, _session_end(status)]:
+        writer.add_event(Event(wall_time=time.time(), summary=summary_pb))
+    writer.close()
+    return write_result(run_dir, {"status": status, **figures})
+
+
+def summary(run_dir: str | os.PathLike) -> dict[str, Any]:
+    """A run's figures so far, from its metrics.jsonl: the last ones, medians of speed after warm-up, peak memory."""
+    steps, validations = _read_metrics(Path(run_dir) / "metrics.jsonl")
+    result: dict[str, Any] = {"steps": steps[-1]["step"] if steps else 0}
+    if steps:
+        result["loss"] = steps[-1].get("loss")
+    if validations:
+        result |= {key: validations[-1].get(key) for key in ("validation_loss", "bits_per_byte")}
+    # the first steps allocate memory and connect ranks: they are no measure of speed
+    steady = steps[max(1, len(steps) // 10) :] or steps
+    for key in ("tokens_per_s", "step_time_s", "mfu"):
+        values = [step[key] for step in steady if isinstance(step.get(key), (int, float))]
+        if values:
+            result[key] = statistics.median(values)
+    memory = [step["memory_bytes"] for step in steps if step.get("memory_bytes")]
+    if memory:
+        result["peak_memory_bytes"] = [max(rank) for rank in zip(*memory, strict=True)]
+    return result
+
+
+def _read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
+    """The training steps and the validations of a metrics.jsonl; a last line cut short by a kill is left out."""
+    steps, validations = [], []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            figures = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        (validations if "validation_loss" in figures else steps).append(figures)
+    return steps, validations
+
+
+def read_overrides(run_dir: str | os.PathLike) -> list[str]:
+    """What the user typed for this run, from RUN/.hydra/overrides.yaml; empty when nothing was."""
+    import yaml
+
+    path = Path(run_dir) / ".hydra" / "overrides.yaml"
+    return (yaml.safe_load(path.read_text()) or []) if path.exists() else []
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run's figures depend on."""
+    packages = ("torch", "fairscale", "numpy", "hydra-core", "tensorboard")
+    return {"python": platform.python_version(), **{package: metadata.version(package) for package in packages}}
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_strict(value), indent=indent, allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN and no infinity: written as the strings that float() reads back."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+# --- TensorBoard's HParams tab ---
+# One session a run, written into the run's own folder. torch's add_hparams would open a second run named by a time, and
+# tensorboard's own helpers need TensorFlow: so the two messages are built here. The tab takes its metrics from the
+# ordinary scalars.
+
+
+def hparams(config: RootConfig) -> dict[str, int | float | str]:
+    """The HParams columns of a run, e.g. "parallel.chunks": 8; booleans and null as words, which the tab shows."""
+    values = to_dict(config)
+    picked = {f"{group}.{key}": values[group][key] for group, keys in HPARAMS.items() for key in keys.split()}
+    return {key: _column(value) for key, value in picked.items()}
+
+
+def _column(value: Any) -> int | float | str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, (int, float)) else str(value)
+
+
+def _session_start(columns: dict[str, int | float | str]) -> Any:
+    from tensorboard.plugins.hparams import metadata as tags
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+    info = SessionStartInfo(start_time_secs=time.time())
+    for key, value in columns.items():
+        if isinstance(value, str):
+            info.hparams[key].string_value = value
+        else:
+            info.hparams[key].number_value = value
+    return _hparams_summary(tags.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
+
+
+def _session_end(status: str) -> Any:
+    from tensorboard.plugins.hparams import api_pb2
+    from tensorboard.plugins.hparams import metadata as tags
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
+    shown = api_pb2.STATUS_SUCCESS if status in ("completed", "stopped") else api_pb2.STATUS_FAILURE
+    info = SessionEndInfo(status=shown, end_time_secs=time.time())
+    return _hparams_summary(tags.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info))
+
+
+def _hparams_summary(tag: str, data: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata as tags
+
+    value = Summary.Value(tag=tag, metadata=tags.create_summary_metadata(data), tensor=tags.NULL_TENSOR)
+    return Summary(value=[value])
+
+
+def _as_yaml(config: RootConfig) -> str:
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False)

@@ -1,0 +1,101 @@
+"""A sweep's jobs: their folders' names, what an earlier sweep has already done, and the table at the end."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.announce import gib
+from training.record import read_overrides, read_result
+
+NAME_LENGTH = 120  # characters of a folder's name that values may take
+
+
+@dataclass
+class Job:
+    """One run of train.py, in a sweep or by itself."""
+
+    run_dir: Path
+    overrides: list[str]  # as typed; in a sweep with this job's values
+    number: int | None = None  # in a sweep, from 0
+    result: dict = field(default_factory=dict)  # result.json's content
+    earlier: bool = False  # an earlier run had done it
+
+    @property
+    def interrupted(self) -> bool:
+        """A signal stopped it (and not train.max_minutes)."""
+        return self.result.get("status") == "stopped" and self.result.get("reason") == "signal"
+
+
+def swept(overrides: Sequence[str]) -> dict[str, str]:
+    """The overrides of one job that differ between jobs: typed with several values, or from hydra.sweeper.params.
+
+    Keys by their last part, where that is clear: {"stages": "2", "chunks": "8"}.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    typed = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(typed)
+    constant = {override.get_key_element() for override in parsed if not override.is_sweep_override()}
+    pairs = [override.partition("=")[::2] for override in overrides]
+    pairs = [(key.lstrip("+~"), value) for key, value in pairs if key not in constant]
+    last = [key.rpartition(".")[2] for key, _ in pairs]
+    return {short if last.count(short) == 1 else key: value for short, (key, value) in zip(last, pairs, strict=True)}
+
+
+def job_name(number: int, overrides: Sequence[str]) -> str:
+    """The end of a job's folder name, e.g. "03_stages=2_chunks=8": safe in any file system, bounded in length."""
+    values = "_".join(f"{key}={value}" for key, value in swept(overrides).items())
+    return f"{number:02d}_{re.sub(r'[^A-Za-z0-9.=+_-]+', '-', values)[:NAME_LENGTH]}".strip("_-")
+
+
+def find_completed(experiment: Path, overrides: Sequence[str]) -> Path | None:
+    """The newest run folder of this experiment that ended well with the same overrides, or None."""
+    wanted = _identity(overrides)
+    for run_dir in sorted(experiment.iterdir(), reverse=True) if experiment.is_dir() else []:
+        result = read_result(run_dir)
+        if result and ended_well(result) and _identity(read_overrides(run_dir)) == wanted:
+            return run_dir
+    return None
+
+
+def ended_well(result: dict) -> bool:
+    """Completed, or stopped by its own time limit."""
+    return result["status"] == "completed" or (result["status"] == "stopped" and result.get("reason") == "max_minutes")
+
+
+def _identity(overrides: Sequence[str]) -> list[str]:
+    return sorted(override for override in overrides if override.partition("=")[0].lstrip("+") != "resume_sweep")
+
+
+def table(jobs: Sequence[Job]) -> str:
+    """All jobs of a sweep, one a line: number, swept values, status and the figures that are there."""
+    keys = list(dict.fromkeys(key for job in jobs for key in swept(job.overrides)))
+    rows = [["job", *keys, "status", "loss", "tokens/s", "step time", "peak memory"]]
+    for job in jobs:
+        result, values = job.result, swept(job.overrides)
+        rows.append(
+            [
+                str(job.number),
+                *(values.get(key, "") for key in keys),
+                f"{result['status']} (earlier)" if job.earlier else result["status"],
+                _shown(result.get("loss"), "{:.4f}"),
+                _shown(result.get("tokens_per_s"), "{:,.0f}"),
+                _shown(result.get("step_time_s"), "{:.3f} s"),
+                _shown(max(result.get("peak_memory_bytes", []), default=None), gib),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _shown(value: object, form: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):  # "nan"
+        return value
+    return form.format(value) if isinstance(form, str) else form(value)
