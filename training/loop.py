@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -18,8 +17,6 @@ from training.data import Batches, Corpus
 from training.optimizer import clip_, global_norm, learning_rate, make_optimizer
 from training.progress import Progress
 from training.ranks import Ranks
-
-WARMUP_STEPS_OF_TIMINGS = 2  # the first steps allocate and touch memory: they count in no median
 
 
 class NonFiniteError(ArithmeticError):
@@ -148,26 +145,24 @@ def train(trainer: Trainer, recorder) -> dict:
         recorder: `training.record.Recorder` on rank 0, None on the others.
 
     Returns:
-        The result, as it belongs into result.json; on every rank.
+        On every rank: `status`, why it ended, and what result.json has that metrics.jsonl does not.
 
     Raises NonFiniteError; whatever a rank meets.
     """
     config, ranks = trainer.config, trainer.ranks
     progress = Progress(config.train.steps, config.train.log_every) if ranks.rank == 0 else None
-    times, skipped, status, reason, outcome, validated = [], 0, "completed", None, None, None
-    done = 0
+    done, skipped, reason, validated = 0, 0, None, {}
     while done < config.train.steps:
         begin = time.perf_counter()
         outcome = trainer.step(done)
         seconds = time.perf_counter() - begin
         done += 1
-        times.append(seconds)
         skipped += outcome.skipped
         if progress is not None:
             recorder.step(_metrics(trainer, done, outcome, seconds, skipped))
             progress.step(done, outcome.loss, outcome.learning_rate, trainer.tokens_per_step / seconds, seconds)
         if outcome.stop or outcome.out_of_time:
-            status, reason = "stopped", "signal" if outcome.stop else "max_minutes"
+            reason = "signal" if outcome.stop else "max_minutes"
             break
         if config.train.validate_every and done % config.train.validate_every == 0 and done < config.train.steps:
             validated = _validate(trainer, recorder, progress, done)
@@ -175,12 +170,14 @@ def train(trainer: Trainer, recorder) -> dict:
         progress.close()
     if reason != "signal":
         validated = _validate(trainer, recorder, progress, done)
-    result = {"status": status, "steps": done, **_figures(trainer, outcome, times, skipped)}
-    if reason is not None:
-        result["reason"] = reason
-    if validated is not None:
-        result |= validated
-    return result
+    return {
+        "status": "completed" if reason is None else "stopped",
+        "reason": reason,
+        "steps": done,
+        "skipped_steps": skipped or None,
+        "peak_resident_bytes": [int(value) for value in ranks.gather(ranks.peak_resident_bytes())],
+        **validated,
+    }
 
 
 def _validate(trainer: Trainer, recorder, progress: Progress | None, step: int) -> dict:
@@ -227,18 +224,3 @@ def peak_flops(config: RootConfig, world: int) -> float | None:
         return peak * min(hardware.devices_per_node or 1, world * torch.get_num_threads())
     return peak * (config.parallel.stages if config.parallel.engine == "fairscale" else world)
 
-
-def _figures(trainer: Trainer, outcome: Outcome | None, times: list[float], skipped: int) -> dict:
-    """The last and the median figures of the run."""
-    if outcome is None:
-        return {}
-    median = statistics.median(times[WARMUP_STEPS_OF_TIMINGS:] or times)
-    figures = {
-        "loss": outcome.loss,
-        "step_time_s": median,
-        "tokens_per_s": trainer.tokens_per_step / median,
-        "peak_memory_bytes": outcome.memory_bytes,
-        "peak_resident_bytes": [int(value) for value in trainer.ranks.gather(trainer.ranks.peak_resident_bytes())],
-        **_rates(trainer, median),
-    }
-    return figures | ({"skipped_steps": skipped} if skipped else {})

@@ -58,7 +58,7 @@ def _run(config: RootConfig, corpus: Corpus, run_dir: Path, ranks: Ranks, stop: 
         if ranks.rank == 0:
             result["split"] = split(config.parallel, [layer.name for layer in describe(config.model)])
             result |= _against_bigram(config, corpus, result)
-            recorder.finish(result)
+            recorder.finish(result.pop("status"), result)
     finally:
         trainer.engine.close()
 
