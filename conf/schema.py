@@ -1,7 +1,7 @@
 """Every configuration dataclass: names, types, units. Values live in the yaml files beside this one. Imports no torch.
 
 `null` in a yaml file means "chosen for you": conf/resolve.py fills it from the model and the hardware, and every
-resolved value is printed and stored in the run folder.
+resolved value is printed and stored in the run folder. slots=True: `+typo=1` is then an error (OmegaConf.to_object).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Optional, get_type_hints
 from omegaconf import MISSING
 
 
-@dataclass
+@dataclass(slots=True)
 class ModelConfig:
     """One Transformer (or MLP) as an ordered list of layers: embedding, block.0 ... block.N-1, norm, head."""
 
@@ -30,7 +30,7 @@ class ModelConfig:
     initializer_std: float = 0.02  # standard deviation of the initial weights (GPT-2's)
 
 
-@dataclass
+@dataclass(slots=True)
 class ParallelConfig:
     """How the list of layers is cut and run."""
 
@@ -45,7 +45,7 @@ class ParallelConfig:
     checkpoint_interval: int = 1  # blocks recomputed together when checkpointing
 
 
-@dataclass
+@dataclass(slots=True)
 class OptimizerConfig:
     """The update rule, its learning-rate schedule and clipping."""
 
@@ -63,7 +63,7 @@ class OptimizerConfig:
     clip_norm: Optional[float] = 1.0  # largest global gradient norm; null = no clipping
 
 
-@dataclass
+@dataclass(slots=True)
 class HardwareConfig:
     """One kind of device and node. Rates a second, sizes in bytes; `sources` says where each figure is from."""
 
@@ -85,7 +85,7 @@ class HardwareConfig:
     sources: dict[str, str] = field(default_factory=dict)  # figure -> where it is from
 
 
-@dataclass
+@dataclass(slots=True)
 class DataConfig:
     """Where tokens come from and how they are split."""
 
@@ -100,7 +100,7 @@ class DataConfig:
     synthetic_seed: int = 0  # synthetic: of the stream itself (train.seed shuffles it)
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainConfig:
     """The run itself."""
 
@@ -119,7 +119,7 @@ class TrainConfig:
     nonfinite: str = "stop"  # a loss or gradient that is not finite: stop | skip (skips the step and counts it)
 
 
-@dataclass
+@dataclass(slots=True)
 class RootConfig:
     """The whole of train.py's configuration."""
 

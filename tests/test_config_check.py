@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from composing import CONF, resolved
+from composing import CONF, composed, resolved
+from hydra.errors import HydraException
 
 import conf.check
 from conf.check import check, nearest_batches
@@ -97,6 +98,13 @@ def test_refused_in_one_line_with_the_numbers(overrides, fragments):
     assert "\n" not in message
     for fragment in fragments:
         assert fragment in message
+
+
+@pytest.mark.parametrize("override", ["+typo=1", "+train.stepz=3", "train.stepz=3", "train.steps=many", "model=nosuch"])
+def test_hydra_refuses_unknown_keys_wrong_types_and_options(override):
+    with pytest.raises((HydraException, AttributeError)) as error:
+        composed(override)
+    assert override.lstrip("+").split("=")[0].split(".")[-1] in str(error.value)
 
 
 def test_nearest_batches():
