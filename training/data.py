@@ -81,9 +81,8 @@ def prepare(data: DataConfig, *, sequence: int) -> Corpus:
     Raises ValueError for data that are missing, empty, unreadable or shorter than a sequence (T + 1 tokens on either
     side), and for a cache that cannot be written. Names and ranges are conf.check's to refuse.
     """
-    assert data.source in SOURCES and data.tokenizer == "byte" and 0 < data.validation_fraction < 1, (
-        "check() comes first"
-    )
+    assert data.source in SOURCES and data.tokenizer == "byte", "conf.check comes first"
+    assert 0 < data.validation_fraction < 1, "conf.check comes first"
     source = SOURCES[data.source](data)
     identity = [source.content_hash, source.tokenizer, data.validation_fraction, FORMAT]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
@@ -116,7 +115,7 @@ def _read_counts(folder: Path) -> dict | None:
         for side in ("train", "validation"):
             if (folder / f"{side}.bin").stat().st_size != counts[f"{side}_tokens"] * size:
                 return None
-        return counts
+        return {key: counts[key] for key in ("dtype", "train_tokens", "validation_tokens")}
     except (FileNotFoundError, json.JSONDecodeError, KeyError):
         return None
 
