@@ -182,11 +182,13 @@ def train(trainer: Trainer, recorder) -> dict:
 
 def _validate(trainer: Trainer, recorder, progress: Progress | None, step: int) -> dict:
     loss = trainer.validate()
-    figures = {"validation_loss": loss, "bits_per_byte": loss / math.log(2) / trainer.corpus.bytes_per_token}
+    figures, text = {"validation_loss": loss}, f"validation after step {step}: {loss:.4f} nats a token"
+    if trainer.corpus.bytes_per_token is not None:
+        figures["bits_per_byte"] = loss / math.log(2) / trainer.corpus.bytes_per_token
+        text += f", {figures['bits_per_byte']:.4f} bits per byte"
     if progress is not None:
         recorder.validation(step, figures)
-        bits = figures["bits_per_byte"]
-        progress.say(f"validation after step {step}: {loss:.4f} nats a token, {bits:.4f} bits per byte")
+        progress.say(text)
     return figures
 
 

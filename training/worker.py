@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from datetime import timedelta
@@ -64,18 +65,18 @@ def _run(config: RootConfig, corpus: Corpus, run_dir: Path, ranks: Ranks, stop: 
 
 
 def _against_bigram(config: RootConfig, corpus: Corpus, result: dict) -> dict:
-    """The count model on the same bytes, printed beside the trained one."""
+    """A count model fitted on the same training tokens, printed below the trained one's validation."""
     if "validation_loss" not in result:
         return {}
     bigram = bigram_loss(corpus, config.train.sequence, config.train.validate_sequences)
-    loss, bits = result["validation_loss"], result["bits_per_byte"]
-    lines = [f"validation loss {loss:.4f} nats a token ({bits:.4f} bits per byte)"]
     if bigram is not None:
         verdict = "beaten" if result["validation_loss"] < bigram else "not beaten yet"
-        lines.append(f"bigram counts   {bigram:.4f} nats a token on the same held-out tokens: {verdict}")
+        text = f"bigram counts, same tokens: {bigram:.4f} nats a token"
+        if corpus.bytes_per_token is not None:
+            text += f", {bigram / math.log(2) / corpus.bytes_per_token:.4f} bits per byte"
+        print(f"{text}: {verdict}", flush=True)
     if corpus.entropy_floor is not None:
-        lines.append(f"entropy floor   {corpus.entropy_floor:.4f} nats a token: no model can be below it")
-    print("\n".join(lines), flush=True)
+        print(f"entropy floor of the data:  {corpus.entropy_floor:.4f} nats a token", flush=True)
     return {} if bigram is None else {"bigram_loss": bigram}
 
 
