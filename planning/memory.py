@@ -1,0 +1,168 @@
+"""How many bytes one rank of a run will hold, and how many this machine has. Imports no torch.
+
+Letters: B micro-batch size, in sequences.
+"""
+
+from __future__ import annotations
+
+from math import ceil, inf, prod
+from pathlib import Path
+
+from conf.schema import ParallelConfig, RootConfig
+from models.describe import LayerSpec, activation_bytes
+
+# What a rank's process holds before it builds its model, with torch.distributed up: its proportional share (PSS) was
+# 258, 248 and 237 MiB with 1, 2 and 4 ranks (torch 2.13, CPU); a CUDA context lies outside what is counted here
+RUNTIME_BYTES = 250 * 2**20
+
+
+def rank_memory(config: RootConfig, layers: list[LayerSpec], held_micro_batches: int) -> dict[str, int]:
+    """Bytes of one rank at its peak, by what they are for, with their `total`.
+
+    config: resolved. layers: those of the rank (of all stages where one process runs them all), in list order.
+    held_micro_batches: forwards of a model stage that wait for their backward at the worst moment, as
+    `pipeline.schedule.held_microbatches` counts them: with interleave v each is 1/v of the rank's layers (1 for the
+    single engine, all chunks for fairscale).
+
+    weights, gradients, optimizer: both copies of a tied weight count, on whichever ranks they are. activations: kept
+    for the backward. logits: with what the loss makes of them. messages: buffers at the stages' boundaries.
+    workspace: temporary tensors. runtime: the process itself, without its model.
+    """
+    train, parallel = config.train, config.parallel
+    weight = 8 if train.precision == "float64" else 4  # bfloat16 is autocast: weights and all that follows in float32
+    weights = weight * sum(prod(shape) for layer in layers for shape in layer.parameters.values())
+    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    interleave = (parallel.interleave or 1) if parallel.engine == "torch" else 1
+    held = held_micro_batches / interleave  # in units of all the rank's layers
+    parts = {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": states * weights,
+        "activations": _activations(config, layers, held),
+        "logits": _logits(config, layers, held),
+        "messages": _messages(config, layers, held_micro_batches),
+        "runtime": RUNTIME_BYTES,
+    }
+    parts["workspace"] = _workspace(config, layers, parts)
+    return parts | {"total": sum(parts.values())}
+
+
+def micro_batch(config: RootConfig) -> int:
+    """B: sequences that a stage takes at once."""
+    return config.train.global_batch // (config.train.accumulate * config.parallel.chunks)
+
+
+def _activations(config: RootConfig, layers: list[LayerSpec], held: float) -> int:
+    """Held micro-batches times what the layers keep; checkpointed ones keep the input of each unit that is recomputed
+    together, and one unit at a time is whole again in its backward."""
+    parallel = config.parallel
+    full = sum(_layer_bytes(config, layer) for layer in layers)
+    if parallel.checkpoint == "never":
+        return ceil(held * full)
+    units = _recomputed_units(parallel, layers)
+    recomputed = {layer.name for unit in units for layer in unit}
+    kept = sum(_layer_bytes(config, unit[0], checkpointed=True) for unit in units)
+    kept += sum(_layer_bytes(config, layer) for layer in layers if layer.name not in recomputed)
+    one_unit = max((sum(_layer_bytes(config, layer) for layer in unit) for unit in units), default=0)
+    whole = min(held, 1) if parallel.checkpoint == "except_last" else 0  # the last micro-batch is not checkpointed
+    return ceil(whole * full + (held - whole) * kept + one_unit)
+
+
+def _layer_bytes(config: RootConfig, layer: LayerSpec, checkpointed: bool = False) -> int:
+    train = config.train
+    return activation_bytes(layer, config.model, micro_batch(config), train.sequence, train.precision, checkpointed)
+
+
+def _recomputed_units(parallel: ParallelConfig, layers: list[LayerSpec]) -> list[list[LayerSpec]]:
+    """Runs of layers that are recomputed together: checkpoint_interval consecutive blocks; a whole stage in fairscale
+    (about: the layers in equal parts)."""
+    if parallel.engine == "fairscale":
+        size = ceil(len(layers) / parallel.stages)
+        return [layers[start : start + size] for start in range(0, len(layers), size)]
+    units: list[list[LayerSpec]] = []
+    previous = None
+    for layer in layers:
+        index = int(layer.name.split(".")[1]) if layer.kind == "block" else None
+        if index is not None:
+            if previous is not None and index == previous + 1 and len(units[-1]) < parallel.checkpoint_interval:
+                units[-1].append(layer)
+            else:
+                units.append([layer])
+        previous = index
+    return units
+
+
+def _logits(config: RootConfig, layers: list[LayerSpec], held: float) -> int:
+    """The log-probabilities that the loss keeps of every held micro-batch, and the logits where the engine keeps them
+    too; for the one in its backward the gradients of both."""
+    if all(layer.kind != "head" for layer in layers):
+        return 0
+    loss = 8 if config.train.precision == "float64" else 4
+    logits = 2 if config.train.precision == "bfloat16" else loss
+    kept = loss + (logits if config.parallel.engine == "torch" else 0)
+    number = micro_batch(config) * config.train.sequence * config.model.vocabulary
+    return number * (ceil(held) * kept + 2 * loss)
+
+
+def _messages(config: RootConfig, layers: list[LayerSpec], held: int) -> int:
+    """Buffers that torch keeps at the stages' boundaries: one for the input and one for the gradient of every
+    micro-batch, inputs of validation beside them, and each output until its backward. Inputs of held micro-batches are
+    activations already."""
+    parallel, train = config.parallel, config.train
+    if parallel.engine != "torch":
+        return 0
+    stages = parallel.interleave or 1
+    receiving = stages - any(layer.kind == "embedding" for layer in layers)
+    sending = stages - any(layer.kind == "head" for layer in layers)
+    B, chunks = micro_batch(config), parallel.chunks
+    validation = min(chunks, (train.validate_sequences or 0) // B)
+    inputs = max(0, receiving * (chunks + validation) - held)
+    outputs_and_gradients = sending * (held / stages + chunks)
+    message = B * train.sequence * config.model.hidden * (8 if train.precision == "float64" else 4)
+    return ceil(message * (inputs + outputs_and_gradients))
+
+
+def _workspace(config: RootConfig, layers: list[LayerSpec], parts: dict[str, int]) -> int:
+    """Temporary tensors: the gradients of one layer before they are added up; on CPU also the holes that malloc leaves
+    between tensors of many sizes, measured as 13 to 28 % of a GPT's activations (glibc 2.36)."""
+    weight = 8 if config.train.precision == "float64" else 4
+    one_layer = max(weight * sum(map(prod, layer.parameters.values())) for layer in layers)
+    return one_layer + (parts["activations"] // 4 if config.hardware.device == "cpu" else 0)
+
+
+def machine_memory_bytes(root: str = "/") -> int:
+    """Bytes that new processes can take without swapping: MemAvailable, or what the control groups above this process
+    leave, whichever is less. `root`: where /proc and /sys are."""
+    proc, groups = Path(root, "proc"), Path(root, "sys/fs/cgroup")
+    meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    for line in _read(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            available = min(available, _left_in_groups(groups, path, "memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):  # version 1
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            available = min(available, _left_in_groups(groups / "memory", path, *names))
+    return max(0, available)
+
+
+def _left_in_groups(mount: Path, path: str, limit_name: str, usage_name: str) -> float:
+    """The least that any group from `path` up to the mount leaves; infinity where none has a limit. Inactive file pages
+    count as free: the kernel drops them first."""
+    folder, left = mount / path.strip("/"), inf
+    for group in [folder, *folder.parents]:
+        limit, usage = _read(group / limit_name).strip(), _read(group / usage_name).strip()
+        if limit.isdigit() and usage.isdigit():
+            pages = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            inactive = pages.get("total_inactive_file", pages.get("inactive_file", 0))  # version 1, version 2
+            left = min(left, int(limit) - int(usage) + int(inactive))
+        if group == mount:
+            break
+    return left
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
