@@ -95,7 +95,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss in nats a token over the first `train.validate_sequences` held-out sequences, on every rank."""
-        count = self.config.train.validate_sequences
+        count = min(self.config.train.validate_sequences, self.batches.num_validation)
         inputs, targets = self.batches.validation(0, count)
         batch = Batch(
             self._tensor(inputs if self.engine.needs_inputs else None),
