@@ -169,7 +169,7 @@ def test_prediction_against_the_growth_of_a_real_process(model, start, stop, hel
 
 IDLE_RANK = """
 import sys, torch.distributed as dist
-import training.worker  # all that a rank imports
+import training.worker, training.record, pipeline.engines.torch_engine  # what a rank imports
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
 dist.barrier()
 rollup = dict(line.split(":") for line in open("/proc/self/smaps_rollup").readlines()[1:])
@@ -181,8 +181,7 @@ dist.barrier()
 def test_runtime_against_two_idle_ranks(tmp_path):
     command = [sys.executable, "-c", IDLE_RANK, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    for rank in ranks:
-        measured = int(rank.communicate(timeout=60)[0])
+    for measured in [int(rank.communicate(timeout=60)[0]) for rank in ranks]:
         assert RUNTIME_BYTES == pytest.approx(measured, rel=0.25)
 
 
