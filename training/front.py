@@ -39,6 +39,10 @@ register()
 OmegaConf.register_new_resolver("job_name", sweep.job_name, replace=True)  # conf/hydra/default.yaml
 
 
+class Refused(BaseException):
+    """Bad input of a single run. Not an Exception: Hydra would print about it."""
+
+
 @dataclass
 class Plan:
     """A run that has passed every check."""
@@ -61,7 +65,7 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
             if rank:
                 return _follow(rank)
             compose_and_run()
-    except BAD_INPUT as error:
+    except (Refused, *BAD_INPUT) as error:
         if full_error:
             raise
         print(f"train.py: {one_line(error)}", file=sys.stderr)
@@ -82,7 +86,7 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
 def run(config: DictConfig, jobs: list[Job]) -> None:
     """One composed configuration, to its end; appends the job. In a sweep bad input and failures are only recorded.
 
-    Raises ValueError for bad input of a single run, KeyboardInterrupt when a sweep is to end.
+    Raises Refused for bad input of a single run, KeyboardInterrupt when a sweep is to end.
     """
     hydra = HydraConfig.get()
     in_sweep = hydra.mode == RunMode.MULTIRUN
@@ -98,7 +102,7 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
             plan = make_plan(config)
         except BAD_INPUT as error:
             if not in_sweep:
-                raise
+                raise Refused(one_line(error)) from error
             _record_invalid(config, job, error)
         else:
             _say(plan)

@@ -141,10 +141,12 @@ def _finish(run_dir: str | Path, error: RankError) -> dict:
 
 def _run_elastic(arguments: list[str], num_ranks: int, stop: _Stopper) -> dict[int, tuple[int, float]]:
     """Start the ranks and wait for them. Returns how the ranks that did not exit with 0 ended: rank -> (code, when)."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # torch 2.13 closes a failed group with this method's default, 30 s, whatever shutdown_timeout is
+    PContext.close.__defaults__ = (None, SHUTDOWN_S)
     # it warns of every rank that it ends, beside the cause that we print
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False

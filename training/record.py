@@ -8,6 +8,7 @@ until a run writes events.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -59,6 +60,7 @@ class Recorder:
         self._metrics = open(self.run_dir / "metrics.jsonl", "a", buffering=1)  # a line is on disk when it is written
         self._events = SummaryWriter(str(self.run_dir))
         self._flushed = 0.0
+        atexit.register(self.close)  # an exception ends the process without `finish`
         self._events.add_text("config", f"```yaml\n{_as_yaml(config)}\n```")
         self._events.file_writer.add_summary(_session_start(hparams(config)))
         self._events.flush()
@@ -73,11 +75,16 @@ class Recorder:
 
     def finish(self, status: str, figures: dict[str, Any] | None = None) -> dict:
         """End the run and write result.json: `figures` (`reason`, `split`, …) take the place of `summary`'s."""
-        self._metrics.close()
         self._events.file_writer.add_summary(_session_end(status))
-        self._events.close()
+        self.close()
         seconds = time.time() - self.started
         return write_result(self.run_dir, {"status": status, "seconds": seconds, **(figures or {})})
+
+    def close(self) -> None:
+        """Put everything on disk and end no record; `finish` does it too."""
+        atexit.unregister(self.close)
+        self._metrics.close()
+        self._events.close()
 
     def _write(self, figures: dict[str, Any]) -> None:
         self._metrics.write(_to_json(figures) + "\n")
