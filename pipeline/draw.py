@@ -80,7 +80,7 @@ def png(schedule: Schedule, timeline: Timeline, path: str) -> None:
     ValueError for a schedule too long for a picture, OSError when it cannot be written.
     """
     if timeline.makespan > _PIXELS:
-        raise ValueError(f"a picture holds {_PIXELS} units of time, and these are {timeline.makespan}: draw fewer chunks")
+        raise ValueError(f"a picture holds {_PIXELS} units of time, not {timeline.makespan}: draw fewer chunks")
     from PIL import Image, ImageDraw, ImageFont  # only here: the text needs no library
 
     scale = 2  # pixels a point: sharp on dense screens
@@ -150,10 +150,8 @@ def _parse(argv: list[str]) -> tuple[str, dict[str, int], str | None]:
 def main(argv: list[str]) -> int:
     """`python -m pipeline.schedule`: the exit code, 2 for what the user got wrong."""
     if not argv or {"-h", "--help"} & set(argv):
-        print(_USAGE + "\n\nschedules:")
-        for name, function in SCHEDULES.items():
-            print(f"  {name:<17} {function.__doc__.splitlines()[0]}")
-        return 0
+        lines = [f"  {name:<17} {function.__doc__.splitlines()[0]}" for name, function in SCHEDULES.items()]
+        return _print([_USAGE, "", "schedules:", *lines])
     try:
         name, numbers, picture = _parse(argv)
         schedule = make_schedule(name, **numbers)
@@ -163,8 +161,14 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"# {schedule.name} {_numbers(schedule)}")
-    print(text(schedule, timeline, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    for line in figures(schedule, timeline):
-        print(f"# {line}")
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    grid = text(schedule, timeline, colours=colours)
+    return _print([f"# {schedule.name} {_numbers(schedule)}", grid, *(f"# {f}" for f in figures(schedule, timeline))])
+
+
+def _print(lines: list[str]) -> int:
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; what is left must not fail again when Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -99,8 +99,8 @@ def bubble_ideal(schedule: Schedule) -> float:
         else:
             ready = backward[stage + 1, microbatch] if stage < last_stage else 0
             free[rank] = backward[stage, microbatch] = max(free[rank], ready) + (2 if kind == "B" else 1)
-    work = 3 * schedule.chunks * schedule.num_stages
-    return 1 - work / (schedule.stages * max(free))
+    whole = schedule.stages * max(free)
+    return (whole - 3 * schedule.chunks * schedule.num_stages) / whole
 
 
 if __name__ == "__main__":

@@ -35,8 +35,11 @@ class Timeline:
 
         What the zero-bubble papers call the bubble: idle before a rank's first action and after its last is left out.
         """
-        spans = [end[-1] - start[0] for start, end in zip(self.start, self.end, strict=True)]
-        return sum(1 - busy / span if span else 0 for busy, span in zip(self.busy, spans, strict=True)) / len(spans)
+        idle = []
+        for start, end, busy in zip(self.start, self.end, self.busy, strict=True):
+            span = end[-1] - start[0]
+            idle.append((span - busy) / span if span else 0)
+        return sum(idle) / len(idle)
 
     @property
     def bubble_overhead(self) -> float:
@@ -57,8 +60,8 @@ def simulate(
     """Runs the schedule: each rank takes its actions in order, each as soon as its input has arrived.
 
     forward, backward, backward_input, backward_weight: durations of F, B, I and W, each a number, or one a model
-    stage, or for a model stage one a micro-batch. None: backward = 2 x forward, backward_input = backward / 2,
-    backward_weight = backward - backward_input.
+    stage, or for a model stage one a micro-batch. None: backward = backward_input + backward_weight where both are
+    given, else 2 x forward; backward_input = backward / 2; backward_weight = backward - backward_input.
 
     What a stage sends to a stage on another rank arrives transfer_latency_s + transfer_s after the action's end; a link
     (one a pair of ranks and direction) is taken for transfer_s by each and carries one at a time. Ranks do not wait for
@@ -68,10 +71,21 @@ def simulate(
     ValueError: lengths that do not fit the schedule, a negative or infinite duration, durations that are all zero, a
     deadlock.
     """
-    chunks, last_stage, rank_of = schedule.chunks, schedule.num_stages - 1, schedule.rank_of
     tables = _tables(schedule, forward, backward, backward_input, backward_weight)
     _require_time("transfer_latency_s", transfer_latency_s)
     _require_time("transfer_s", transfer_s)
+    starts, ends, busy = _run(schedule, tables, transfer_latency_s, transfer_s)
+    makespan = max(row[-1] for row in ends)
+    if not makespan > 0:
+        raise ValueError("the durations are all zero: a schedule that takes no time has no bubble")
+    return Timeline(starts, ends, makespan, busy, [makespan - b for b in busy], held_microbatches(schedule))
+
+
+def _run(
+    schedule: Schedule, tables: dict[str, list[list[float]]], latency: float, occupied: float
+) -> tuple[list[list[float]], list[list[float]], list[float]]:
+    """Start and end of each action, and the busy time, of each rank. occupied: how long a transfer takes its link."""
+    chunks, last_stage, rank_of = schedule.chunks, schedule.num_stages - 1, schedule.rank_of
     free: list[float] = [0] * schedule.stages  # when each rank is done with its last action
     busy: list[float] = [0] * schedule.stages
     links: dict[tuple[int, int], float] = {}  # (from, to) -> when the link is free again
@@ -98,16 +112,13 @@ def simulate(
         if kind == "W" or not 0 <= receiver <= last_stage:
             continue
         if rank_of[receiver] != rank:
-            if transfer_s:
+            if occupied:
                 link = (rank, rank_of[receiver])
-                end = links[link] = max(end, links.get(link, 0)) + transfer_s
-            end += transfer_latency_s
+                end = links[link] = max(end, links.get(link, 0)) + occupied
+            end += latency
         ready = forward_ready if kind == "F" else backward_ready
         ready[receiver * chunks + microbatch] = end
-    makespan = max(free)
-    if not makespan > 0:
-        raise ValueError("the durations are all zero: a schedule that takes no time has no bubble")
-    return Timeline(starts, ends, makespan, busy, [makespan - b for b in busy], held_microbatches(schedule))
+    return starts, ends, busy
 
 
 def _require_time(name: str, value: float) -> None:
@@ -124,16 +135,18 @@ def _tables(
 ) -> dict[str, list[list[float]]]:
     """The duration of each kind, as [stage][micro-batch]."""
     forwards = _table("forward", forward, schedule)
-    if backward is None:
+    if backward is None and (backward_input is None or backward_weight is None):
         backward = [[2 * f for f in row] for row in forwards]
-    backwards = _table("backward", backward, schedule)
     if backward_input is None:
-        backward_input = [[b / 2 for b in row] for row in backwards]
+        backward_input = [[b / 2 for b in row] for row in _table("backward", backward, schedule)]
     inputs = _table("backward_input", backward_input, schedule)
     if backward_weight is None:
-        rows = zip(backwards, inputs, strict=True)
-        backward_weight = [[b - i for b, i in zip(*row, strict=True)] for row in rows]
-    return {"F": forwards, "B": backwards, "I": inputs, "W": _table("backward_weight", backward_weight, schedule)}
+        pairs = zip(_table("backward", backward, schedule), inputs, strict=True)
+        backward_weight = [[b - i for b, i in zip(*rows, strict=True)] for rows in pairs]
+    weights = _table("backward_weight", backward_weight, schedule)
+    if backward is None:
+        backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)]
+    return {"F": forwards, "B": _table("backward", backward, schedule), "I": inputs, "W": weights}
 
 
 def _table(name: str, durations: Durations, schedule: Schedule) -> list[list[float]]:
