@@ -17,6 +17,7 @@ KNOWN = {
     "model.family": ("gpt", "mlp"),
     "parallel.engine": ENGINES,
     "parallel.checkpoint": ("never", "except_last", "always"),
+    "parallel.shard": ("none", "optimizer", "gradients", "full"),
     "optimizer.name": ("adamw", "sgd"),
     "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
     "hardware.device": ("auto", "cpu", "cuda"),
@@ -27,7 +28,8 @@ KNOWN = {
 
 AT_LEAST_ONE = (
     "model.blocks model.hidden model.heads model.feedforward model.positions model.vocabulary "
-    "model.vocabulary_multiple parallel.stages parallel.chunks parallel.interleave parallel.checkpoint_interval "
+    "model.vocabulary_multiple parallel.stages parallel.chunks parallel.interleave parallel.tensor parallel.data "
+    "parallel.checkpoint_interval "
     "hardware.devices_per_node data.synthetic_tokens train.steps train.global_batch train.sequence train.accumulate "
     "train.validate_sequences train.log_every"
 ).split()
@@ -82,7 +84,9 @@ def check(config: RootConfig, *, here: bool = True) -> list[str]:
     _check_model(config)
     _check_layout(config)
     _check_run(config)
+    _check_ranks(config)
     if here:
+        _check_implemented(config.parallel)
         _check_device(config)
     return list(_warnings(config))
 
@@ -176,6 +180,67 @@ def _check_layout(config: RootConfig) -> None:
         _check_balance(parallel.balance, model_stages, blocks, len(describe(config.model)))
 
 
+def _check_ranks(config: RootConfig) -> None:
+    """What tensor and data parallelism and sharding ask of the model and the engine."""
+    parallel, model = config.parallel, config.model
+    t, d, shard = parallel.tensor, parallel.data, parallel.shard
+    if parallel.engine != "torch" and (t > 1 or d > 1):
+        raise ValueError(
+            f"parallel.engine={parallel.engine} runs in one process, not with parallel.tensor={t} and "
+            f"parallel.data={d}: set parallel.engine=torch, or both to 1"
+        )
+    if t > 1 and model.family != "gpt":
+        raise ValueError(f"parallel.tensor={t} needs model.family=gpt, not {model.family}: set parallel.tensor=1")
+    if t > 1:
+        width = model.feedforward or 4 * model.hidden
+        parts = (("heads", model.heads), ("feedforward", width), ("vocabulary", model.vocabulary))
+        for key, number in parts:
+            if number % t:
+                remedy = f"set parallel.tensor to {_nearest_divisor(number, t)}"
+                if key == "vocabulary":
+                    remedy = f"set model.vocabulary_multiple={t}, which pads it to {-(-number // t) * t}"
+                raise ValueError(f"model.{key}={number} is not divisible by parallel.tensor={t}: {remedy}")
+    if parallel.sequence_parallel and t == 1:
+        raise ValueError(
+            "parallel.sequence_parallel=true shares the sequence among tensor ranks, and parallel.tensor=1: "
+            "set parallel.tensor to 2 or more, or parallel.sequence_parallel=false"
+        )
+    if parallel.sequence_parallel and config.train.sequence % t:
+        near = " or ".join(str(n) for n in nearest_batches(config.train.sequence, t))
+        raise ValueError(
+            f"train.sequence={config.train.sequence} is not divisible by parallel.tensor={t}, as "
+            f"parallel.sequence_parallel=true needs: set train.sequence to {near}"
+        )
+    if shard != "none" and d == 1:
+        raise ValueError(
+            f"parallel.shard={shard} shares memory among data ranks, and parallel.data=1: set parallel.data to 2 or "
+            "more, or parallel.shard=none"
+        )
+    if shard == "gradients" and parallel.stages > 1:
+        raise ValueError(
+            f"parallel.shard=gradients brings nothing with parallel.stages={parallel.stages}: a pipeline holds whole "
+            "gradients until the step's end; set parallel.shard=optimizer"
+        )
+    if shard == "full" and parallel.engine == "torch" and parallel.stages > 1:
+        from pipeline.schedule import make_schedule
+
+        schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
+        if schedule.splits_backward:
+            raise ValueError(
+                f"parallel.shard=full loses gradients with parallel.schedule={parallel.schedule}, whose backward is "
+                "split in two: set parallel.shard=optimizer, or parallel.schedule=1f1b"
+            )
+
+
+def _check_implemented(parallel: ParallelConfig) -> None:
+    """What plan.py plans and train.py does not run yet: the one place to lift it."""
+    not_yet = {"tensor": 1, "data": 1, "sequence_parallel": False, "shard": "none"}
+    for key, only in not_yet.items():
+        if (value := getattr(parallel, key)) != only:
+            value = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"train.py does not run parallel.{key}={value} yet; plan.py plans it")
+
+
 def _check_balance(balance: object, model_stages: int, blocks: int, layers: int) -> None:
     """A list that sums to the number of blocks counts blocks; one that sums to all layers is literal."""
     if not isinstance(balance, list) or not all(type(part) is int for part in balance):
@@ -201,12 +266,13 @@ def nearest_batches(global_batch: int, unit: int) -> list[int]:
 
 def _check_run(config: RootConfig) -> None:
     train, parallel, optimizer = config.train, config.parallel, config.optimizer
-    unit = train.accumulate * parallel.chunks
+    unit = parallel.data * train.accumulate * parallel.chunks
     if train.global_batch % unit:
         near = " or ".join(str(n) for n in nearest_batches(train.global_batch, unit))
+        replicas = f"parallel.data={parallel.data} x " if parallel.data > 1 else ""
         raise ValueError(
-            f"train.global_batch={train.global_batch} is not divisible by train.accumulate={train.accumulate} x "
-            f"parallel.chunks={parallel.chunks} = {unit}: set train.global_batch to {near}"
+            f"train.global_batch={train.global_batch} is not divisible by {replicas}train.accumulate="
+            f"{train.accumulate} x parallel.chunks={parallel.chunks} = {unit}: set train.global_batch to {near}"
         )
     if optimizer.learning_rate is None:
         raise ValueError(f"optimizer.learning_rate is null, which only adamw can fill; give {optimizer.name} a value")

@@ -138,13 +138,18 @@ def _nearest_multiple(number: float, unit: int) -> int:
     return max(1, round(number / unit)) * unit
 
 
+def _batch_unit(config: RootConfig) -> int:
+    """global_batch is a multiple of this: data x accumulate x chunks."""
+    return config.parallel.data * config.train.accumulate * config.parallel.chunks
+
+
 def _resolve_cpu_run(config: RootConfig) -> None:
     """A small model gets CPU_STEPS steps of CPU_GLOBAL_BATCH sequences; one that cannot do that within the hardware's
     time limit gets micro-batches of one sequence and as many steps as fit."""
     from models.describe import model_flops_per_token
 
     train, hardware = config.train, config.hardware
-    unit = train.accumulate * config.parallel.chunks
+    unit = _batch_unit(config)
     train.sequence = train.sequence or min(CPU_SEQUENCE, config.model.positions)
     rate = hardware.peak_flops_float32 * hardware.devices_per_node * CPU_EFFICIENCY
     second_a_token = model_flops_per_token(config.model, train.sequence) / rate
@@ -164,7 +169,7 @@ def _resolve_cpu_run(config: RootConfig) -> None:
 
 def _resolve_accelerator_run(config: RootConfig) -> None:
     train = config.train
-    unit = train.accumulate * config.parallel.chunks
+    unit = _batch_unit(config)
     train.sequence = train.sequence or min(ACCELERATOR_SEQUENCE, config.model.positions)
     train.global_batch = train.global_batch or unit * max(1, ACCELERATOR_MICRO_BATCH // train.sequence)
     _resolve_steps(config, ACCELERATOR_STEPS)

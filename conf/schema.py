@@ -40,6 +40,10 @@ class ParallelConfig:
     stages: int = MISSING  # pipeline ranks, p
     chunks: Optional[int] = None  # micro-batches a flush, m; null = 4 x stages
     interleave: Optional[int] = None  # model stages a rank, v; null = the schedule's own
+    tensor: int = 1  # ranks that share every layer of a stage, t
+    data: int = 1  # replicas of the whole pipeline, each with its part of the batch, d
+    sequence_parallel: bool = False  # tensor ranks also share norms and residuals, each a part of the sequence
+    shard: str = "none"  # what data ranks hold only a part of: none | optimizer | gradients | full (weights too)
     balance: Any = "uniform"  # uniform, or a list: blocks (or layers) of each model stage
     checkpoint: str = "never"  # activation checkpointing: never | except_last | always
     checkpoint_interval: int = 1  # blocks recomputed together when checkpointing
