@@ -109,7 +109,7 @@ def test_single_stage_schedules_run_what_torch_runs(name, cls, stages):
 )
 def test_multi_stage_schedules_equal_the_tables_of_torch(name, interleave, stages):
     compared = 0
-    for chunks in range(1, 3 * stages + 2):
+    for chunks in range(1, (3 if stages < 6 else 2) * stages + 2):
         table = order_of_multi(name, stages, chunks, interleave)
         if table is not None:
             assert as_text(make_schedule(name, stages, chunks, interleave)) == table, chunks

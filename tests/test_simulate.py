@@ -139,10 +139,10 @@ def test_published_schedules_equal_the_event_loop(name):
 
 CLOSED_FORMS = {  # bubble_fraction where m >= p (zb_v: m >= 2p-1), and the source
     "gpipe": lambda p, m, v: Fraction(p - 1, m + p - 1),  # arXiv 1811.06965, section 2.3
-    "1f1b": lambda p, m, v: Fraction(p - 1, m + p - 1),  # arXiv 2104.04473, section 2.2.1
-    "interleaved_1f1b": lambda p, m, v: Fraction(p - 1, v * m + p - 1),  # arXiv 2104.04473, section 2.2.2
-    "looped_bfs": lambda p, m, v: Fraction(p - 1, v * m + p - 1),  # arXiv 2211.05953, section 3
-    # arXiv 2401.10241, table 2: idle (p-1)(F+I-W) beside work m (F+I+W)
+    "1f1b": lambda p, m, v: Fraction(p - 1, m + p - 1),  # arXiv 2104.04473, section 2.2: (p-1)/m of the ideal time
+    "interleaved_1f1b": lambda p, m, v: Fraction(p - 1, v * m + p - 1),  # the same: (p-1)/(v m)
+    "looped_bfs": lambda p, m, v: Fraction(p - 1, v * m + p - 1),  # arXiv 2211.05953
+    # arXiv 2401.10241, section 2: idle (p-1)(F+I-W) beside work m (F+I+W)
     "zb_h1": lambda p, m, v: Fraction(p - 1, 3 * m + p - 1),
     # the same: no idle time in a rank's span, so rank r ends rF after rank 0 and the last (p-1)F
     "zb_h2": lambda p, m, v: Fraction(p - 1, 3 * m + p - 1),
