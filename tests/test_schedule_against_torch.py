@@ -109,7 +109,7 @@ def test_single_stage_schedules_run_what_torch_runs(name, cls, stages):
 )
 def test_multi_stage_schedules_equal_the_tables_of_torch(name, interleave, stages):
     compared = 0
-    for chunks in range(1, (3 if stages < 6 else 2) * stages + 2):
+    for chunks in range(1, 3 * stages + 2 if stages < 6 else 2 * stages + 5):
         table = order_of_multi(name, stages, chunks, interleave)
         if table is not None:
             assert as_text(make_schedule(name, stages, chunks, interleave)) == table, chunks
@@ -117,7 +117,7 @@ def test_multi_stage_schedules_equal_the_tables_of_torch(name, interleave, stage
         elif name != "zb_h1":  # torch's takes chunks in equal rounds, which one stage a rank does not need
             with pytest.raises(ValueError, match=f"set chunks={2 * stages if name == 'dualpipe_v' else ''}"):
                 make_schedule(name, stages, chunks, interleave)
-    assert compared > stages
+    assert compared >= 3
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
