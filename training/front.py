@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -265,7 +266,8 @@ def _say(plan: Plan) -> None:
     print(announce.describe_run(plan.config, plan.corpus, plan.memory))
     chosen = announce.chosen_values(plan.composed, plan.config)
     if chosen:
-        print("chosen     " + " ".join(chosen))
+        indent = " " * len("chosen     ")
+        print("chosen     " + textwrap.fill(" ".join(chosen), 100, subsequent_indent=indent, break_on_hyphens=False))
 
 
 def _say_end(job: Job) -> None:

@@ -68,9 +68,15 @@ def guard(run_dir: str | Path, rank: int) -> Iterator[None]:
 
     The parent prints the root cause. Under torchrun there is no parent of ours: the rank prints its own error and ends
     the run's record, unless it is only the victim of another rank that has done so.
+    A rank that launch() started leaves from here when all went well: in the interpreter's own shutdown a thread of
+    torch's aborted the process about once in twenty runs ("terminate called without an active exception").
     """
     try:
         yield
+        if PARENT_PID in os.environ:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except Exception as exception:
         error = record_error(run_dir, rank, exception)
         if PARENT_PID not in os.environ and not (error.is_victim and read_result(run_dir)):
