@@ -16,7 +16,7 @@ TOKENIZERS = {"byte": 256}  # name -> vocabulary
 KNOWN = {
     "model.family": ("gpt", "mlp"),
     "parallel.engine": ENGINES,
-    "parallel.checkpoint": ("never", "except_last", "always"),
+    "parallel.checkpoint": ("never", "except_last", "always", "selective"),
     "parallel.shard": ("none", "optimizer", "gradients", "full"),
     "optimizer.name": ("adamw", "sgd"),
     "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -35,12 +35,14 @@ AT_LEAST_ONE = (
 ).split()
 NOT_NEGATIVE = (
     "optimizer.weight_decay optimizer.warmup_steps hardware.price_usd_per_hour hardware.warmup_steps "
+    "hardware.matmul_half_size hardware.kernel_latency_s hardware.link_latency_s hardware.network_latency_s "
     "hardware.max_minutes data.synthetic_seed train.seed train.max_minutes train.validate_every"
 ).split()
 POSITIVE = (
     "model.initializer_std optimizer.learning_rate optimizer.eps optimizer.clip_norm hardware.peak_flops_float32 "
     "hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s hardware.link_bytes_per_s "
-    "hardware.network_bytes_per_s train.tokens train.stall_timeout_s"
+    "hardware.network_bytes_per_s train.tokens train.stall_timeout_s hardware.matmul_efficiency "
+    "hardware.memory_efficiency hardware.link_efficiency hardware.network_efficiency"
 ).split()
 BELOW_ONE = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.momentum".split()  # [0, 1)
 
@@ -235,6 +237,11 @@ def _check_ranks(config: RootConfig) -> None:
 def _check_implemented(parallel: ParallelConfig) -> None:
     """What plan.py plans and train.py does not run yet: the one place to lift it."""
     not_yet = {"tensor": 1, "data": 1, "sequence_parallel": False, "shard": "none"}
+    if parallel.checkpoint == "selective":
+        raise ValueError(
+            "train.py does not run parallel.checkpoint=selective, and has no need to: its attention is fused and keeps "
+            "no scores; plan.py plans it; train with never, except_last or always"
+        )
     for key, only in not_yet.items():
         if (value := getattr(parallel, key)) != only:
             value = str(value).lower() if isinstance(value, bool) else value

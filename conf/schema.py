@@ -45,7 +45,7 @@ class ParallelConfig:
     sequence_parallel: bool = False  # tensor ranks also share norms and residuals, each a part of the sequence
     shard: str = "none"  # what data ranks hold only a part of: none | optimizer | gradients | full (weights too)
     balance: Any = "uniform"  # uniform, or a list: blocks (or layers) of each model stage
-    checkpoint: str = "never"  # activation checkpointing: never | except_last | always
+    checkpoint: str = "never"  # activation checkpointing: never | except_last | always | selective (plan.py)
     checkpoint_interval: int = 1  # blocks recomputed together when checkpointing
 
 
@@ -81,6 +81,15 @@ class HardwareConfig:
     memory_bytes_per_s: Optional[float] = None  # memory bandwidth of one device
     link_bytes_per_s: Optional[float] = None  # inside a node, one direction, a device
     network_bytes_per_s: Optional[float] = None  # between nodes, one direction, a device
+    # what programs reach of it: plan.py's (planning/rates.py, planning/links.py)
+    matmul_efficiency: Optional[float] = None  # part of the peak that a large matrix product reaches
+    matmul_half_size: Optional[float] = None  # a dimension of this size halves the efficiency: n / (n + this)
+    memory_efficiency: Optional[float] = None  # part of the bandwidth that element-wise kernels reach
+    kernel_latency_s: Optional[float] = None  # start of one kernel
+    link_efficiency: Optional[float] = None  # part of link_bytes_per_s that a collective reaches
+    link_latency_s: Optional[float] = None  # of one message inside a node
+    network_efficiency: Optional[float] = None  # part of network_bytes_per_s that a collective reaches
+    network_latency_s: Optional[float] = None  # of one message between nodes
     price_usd_per_hour: Optional[float] = None  # on demand, one node
     price_date: Optional[str] = None  # the day the price was read
     # the recipe that a run on this hardware starts from, where train.* and optimizer.* leave it open
