@@ -89,7 +89,7 @@ def _resolve_hardware(hardware: HardwareConfig, found: Device) -> None:
         hardware.name = f"auto ({found.name or found.kind})"
     if auto or hardware.device == "cpu":
         file = "cpu" if hardware.device == "cpu" else DEVICE_FILES.get(found.name, "cuda")
-        figures = _hardware_file(file)
+        figures = hardware_file(file)
         if found.count and not found.bfloat16:
             figures["precision"] = "float32"
         for key in DEVICE_FIGURES:
@@ -105,12 +105,19 @@ def _resolve_hardware(hardware: HardwareConfig, found: Device) -> None:
         hardware.memory_bytes = hardware.memory_bytes or float(memory_bytes())
 
 
-def _hardware_file(name: str) -> dict:
-    """The values of conf/hardware/NAME.yaml, laid over those of the file that it starts from."""
-    values = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent / "hardware" / f"{name}.yaml"))
+def hardware_file(name: str) -> dict:
+    """The values of conf/hardware/NAME.yaml, laid over those of the file that it starts from. ValueError, with the
+    names that there are, where there is no such file."""
+    folder = Path(__file__).parent / "hardware"
+    if not (folder / f"{name}.yaml").is_file() or Path(name).name != name:
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise ValueError(f"hardware={name} is unknown; known are {known}")
+    values = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"))
     for base in values.pop("defaults", []):
         if base != "_self_":
-            values = _hardware_file(base) | values
+            below = hardware_file(base)
+            sources = below.get("sources", {}) | values.get("sources", {})
+            values = below | values | {"sources": sources}
     return values
 
 
