@@ -5,23 +5,25 @@ train.py is this file's only caller. Knows Hydra and OmegaConf; below it there a
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.check import check
 from conf.resolve import resolve
@@ -119,8 +121,9 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
 
 def make_plan(config: DictConfig) -> Plan:
     """Every check that needs no rank. Raises ValueError, or OmegaConf's errors, for bad input."""
-    composed = OmegaConf.to_object(config)
-    assert isinstance(composed, RootConfig)
+    composed = _to_object(config)
+    if not re.fullmatch(r"[\w.+=-]+(/[\w.+=-]+)*", composed.name) or ".." in composed.name.split("/"):
+        raise ValueError(f"name={composed.name}: a folder in experiments/ is called so; use letters, digits and . _ + = -")
     resolved = resolve(composed)
     warnings = check(resolved)
     if join.joined_rank() is not None:
@@ -130,6 +133,23 @@ def make_plan(config: DictConfig) -> Plan:
     if resolved.preflight:
         announce.preflight(resolved, memory)
     return Plan(composed, resolved, corpus, memory, warnings)
+
+
+def _to_object(config: DictConfig) -> RootConfig:
+    _check_keys(OmegaConf.to_container(config), RootConfig)
+    composed = OmegaConf.to_object(config)
+    assert isinstance(composed, RootConfig)
+    return composed
+
+
+def _check_keys(values: dict, schema: type, group: str = "") -> None:
+    """`+parallel.typo=1`: Hydra and OmegaConf take any key after a plus, the dataclasses do not."""
+    types = get_type_hints(schema)
+    for key, value in values.items():
+        if key not in types:
+            raise ValueError(_unknown_key(f"{group}{key}", schema))
+        if is_dataclass(types[key]) and isinstance(value, dict):
+            _check_keys(value, types[key], f"{group}{key}.")
 
 
 # --- the folder ---
@@ -186,7 +206,10 @@ def _record_invalid(config: DictConfig, job: Job, error: Exception) -> None:
     job.run_dir = _claim_for(job)
     (job.run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
     status = "out_of_memory" if isinstance(error, announce.DoesNotFit) else "invalid"
-    job.result = finish_failed(job.run_dir, status, error=one_line(error))
+    composed = None
+    with suppress(*BAD_INPUT):
+        composed = _to_object(config)
+    job.result = finish_failed(job.run_dir, status, composed, error=one_line(error))
 
 
 # --- the run ---
@@ -247,17 +270,27 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """The message of a ValueError as it is; Hydra's and OmegaConf's without their internals."""
-    parts = [str(error)]
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        parts.append(str(error.__cause__))
-    lines = []
-    for line in "\n".join(parts).splitlines():
-        line = line.strip()
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(cause.object_type):
+        return _unknown_key(cause.full_key, cause.object_type)
+    lines: list[str] = []
+    for line in f"{error}\n{cause if cause is not error else ''}".splitlines():
         if line.startswith("Config search path"):
             break
-        if line and not line.startswith(("full_key:", "reference_type=", "object_type=", "To append to your config")):
-            lines.append(line)
+        if line.startswith("\t"):  # one of the options that the line above announces
+            lines[-1] += f"{' ' if lines[-1].endswith(':') else ', '}{line.strip()}"
+        elif line.strip() and not line.strip().startswith(("full_key:", "reference_type=", "object_type=")):
+            lines.append(line.strip())
     return "; ".join(lines)
+
+
+def _unknown_key(full_key: str, schema: type) -> str:
+    group, dot, key = full_key.rpartition(".")
+    known = [field.name for field in fields(schema)]
+    close = difflib.get_close_matches(key, known, 1)
+    meant = f" Did you mean {group}{dot}{close[0]}?" if close else ""
+    where = f" in {group}" if group else ""
+    return f"{full_key} is no key of the configuration.{meant} Known{where} are {', '.join(known)}"
 
 
 def _say(plan: Plan) -> None:

@@ -123,20 +123,21 @@ def read_result(run_dir: str | os.PathLike) -> dict | None:
         return None
 
 
-def finish_failed(run_dir: str | os.PathLike, status: str, **figures: Any) -> dict:
+def finish_failed(run_dir: str | os.PathLike, status: str, config: RootConfig | None = None, **figures: Any) -> dict:
     """End a run in place of the rank that could not: result.json, and the end of the HParams session in an event file
-    of its own (with its beginning, when the run never got to write one)."""
+    of its own; with the session's beginning when the run never wrote one and its configuration is known (`config`, or
+    RUN/resolved.json)."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    begun = any(Path(run_dir).glob("events.out.tfevents.*"))
     resolved = Path(run_dir) / "resolved.json"
-    start = []
-    if not begun and resolved.exists():
-        start.append(_session_start(hparams(from_dict(json.loads(resolved.read_text())))))
+    if config is None and resolved.exists():
+        config = from_dict(json.loads(resolved.read_text()))
+    begun = any(Path(run_dir).glob("events.out.tfevents.*"))
+    start = [] if begun or config is None else [_session_start(hparams(config))]
     writer = EventFileWriter(str(run_dir), filename_suffix=".end")
-    for summary_pb in [*start, _session_end(status)]:
-        writer.add_event(Event(wall_time=time.time(), summary=summary_pb))
+    for message in [*start, _session_end(status)]:
+        writer.add_event(Event(wall_time=time.time(), summary=message))
     writer.close()
     return write_result(run_dir, {"status": status, **figures})
 
