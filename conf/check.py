@@ -39,10 +39,10 @@ NOT_NEGATIVE = (
     "hardware.max_minutes data.synthetic_seed train.seed train.max_minutes train.validate_every"
 ).split()
 POSITIVE = (
-    "model.initializer_std optimizer.learning_rate optimizer.eps optimizer.clip_norm hardware.peak_flops_float32 "
-    "hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s hardware.link_bytes_per_s "
-    "hardware.network_bytes_per_s train.tokens train.stall_timeout_s hardware.matmul_efficiency "
-    "hardware.memory_efficiency hardware.link_efficiency hardware.network_efficiency"
+    "model.initializer_std parallel.memory_cap_bytes optimizer.learning_rate optimizer.eps optimizer.clip_norm "
+    "hardware.peak_flops_float32 hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s "
+    "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s "
+    "hardware.matmul_efficiency hardware.memory_efficiency hardware.link_efficiency hardware.network_efficiency"
 ).split()
 BELOW_ONE = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.momentum".split()  # [0, 1)
 
@@ -168,18 +168,28 @@ def _check_layout(config: RootConfig) -> None:
         make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
     model_stages = parallel.stages * parallel.interleave
     if isinstance(parallel.balance, str):
-        if parallel.balance != "uniform":
-            raise ValueError(f"parallel.balance={parallel.balance} is neither uniform nor a list such as [4,4]")
-        if model_stages > blocks:
+        from pipeline.partition import BALANCES
+
+        if parallel.balance not in BALANCES:
+            raise ValueError(
+                f"parallel.balance={parallel.balance} is unknown; known are {', '.join(BALANCES)}, or a list such as "
+                "[4,4]"
+            )
+        layers, what = (blocks, "blocks") if parallel.balance == "uniform" else (_num_layers(config), "layers")
+        if model_stages > layers:
             raise ValueError(
                 f"{model_stages} model stages (parallel.stages={parallel.stages} x parallel.interleave="
-                f"{parallel.interleave}) are more than the {blocks} blocks of model={config.model.name}: "
-                f"use at most {blocks} stages, or a model with more blocks"
+                f"{parallel.interleave}) are more than the {layers} {what} of model={config.model.name}: "
+                f"use at most {layers} stages, or a model with more blocks"
             )
     else:
-        from models.describe import describe
+        _check_balance(parallel.balance, model_stages, blocks, _num_layers(config))
 
-        _check_balance(parallel.balance, model_stages, blocks, len(describe(config.model)))
+
+def _num_layers(config: RootConfig) -> int:
+    from models.describe import describe
+
+    return len(describe(config.model))
 
 
 def _check_ranks(config: RootConfig) -> None:
@@ -251,7 +261,7 @@ def _check_implemented(parallel: ParallelConfig) -> None:
 def _check_balance(balance: object, model_stages: int, blocks: int, layers: int) -> None:
     """A list that sums to the number of blocks counts blocks; one that sums to all layers is literal."""
     if not isinstance(balance, list) or not all(type(part) is int for part in balance):
-        raise ValueError(f"parallel.balance={balance} must be uniform or a list of whole numbers such as [4,4]")
+        raise ValueError(f"parallel.balance={balance} must be a name or a list of whole numbers such as [4,4]")
     if len(balance) != model_stages:
         raise ValueError(
             f"parallel.balance={balance} has {len(balance)} entries for {model_stages} model stages: give one a stage"

@@ -44,7 +44,10 @@ class ParallelConfig:
     data: int = 1  # replicas of the whole pipeline, each with its part of the batch, d
     sequence_parallel: bool = False  # tensor ranks also share norms and residuals, each a part of the sequence
     shard: str = "none"  # what data ranks hold only a part of: none | optimizer | gradients | full (weights too)
-    balance: Any = "uniform"  # uniform, or a list: blocks (or layers) of each model stage
+    # what the cut evens out over the ranks: auto (predicted time) | time (measured here) | flops | parameters | memory
+    # | uniform (blocks); or a list: blocks (or layers) of each model stage
+    balance: Any = "auto"
+    memory_cap_bytes: Optional[float] = None  # most that a cut may put on a rank; null = no cap (planning/balance.py)
     checkpoint: str = "never"  # activation checkpointing: never | except_last | always | selective (plan.py)
     checkpoint_interval: int = 1  # blocks recomputed together when checkpointing
 
@@ -144,14 +147,34 @@ class RootConfig:
     data: DataConfig = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
     preflight: bool = True  # refuse to start when the machine's memory cannot hold the run
+    profile: Any = False  # true: measure each kind of layer and print it before the run; a path: take that profile
     resume_sweep: bool = False  # -m: run only the jobs that have no completed run with the same overrides
 
 
+@dataclass(slots=True)
+class VerifyConfig:
+    """What verify.py compares."""
+
+    width: Optional[int] = None  # model.hidden in place of the model's own, feed-forward in proportion; null = whole
+    blocks: Optional[int] = None  # model.blocks in place of the model's own; null = whole
+    tolerance: float = 1e-10  # largest relative error that passes; everything is float64
+    all: bool = False  # every schedule, cut, chunking, checkpointing and engine, on a small model, in one launch
+    rows: int = 10  # parameters shown, worst first
+
+
+@dataclass(slots=True)
+class VerifyRootConfig(RootConfig):
+    """The whole of verify.py's configuration: train.py's, and what to compare."""
+
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+
 def register() -> None:
-    """Put the schema where conf/config.yaml's defaults list looks for it: in Hydra's ConfigStore. May be repeated."""
+    """Put the schemas where the defaults lists look for them: in Hydra's ConfigStore. May be repeated."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=RootConfig)
+    ConfigStore.instance().store(name="verify_schema", node=VerifyRootConfig)
 
 
 def to_dict(config: RootConfig) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conf.device import num_cores
 from conf.schema import RootConfig, to_dict
 from models.describe import LayerSpec, describe, num_parameters
-from pipeline.partition import num_ranks, split
+from pipeline.partition import Certificate, num_ranks, split
 from pipeline.schedule import bubble_ideal, held_microbatches, make_schedule
 from planning.memory import machine_memory_bytes, rank_memory
 from training.data import Corpus
@@ -68,6 +68,25 @@ def describe_run(config: RootConfig, corpus: Corpus, memory: list[dict]) -> str:
         f"data       {corpus.description}",
     ]
     return "\n".join(lines)
+
+
+def split_line(split: Certificate) -> str:
+    """How good the cut is, in a line: the list that repeats it, the slowest rank, and what no cut can beat."""
+
+    def cost(value: float) -> str:
+        return f"{1e3 * value:.4g} ms" if split.unit == "seconds" else f"{value:.4g} {split.unit}"
+
+    proven = "proven best" if split.gap == 0 else f"{split.gap:.1%} over the bound of {cost(split.lower_bound)}"
+    whose = "measured" if split.method == "time" else "predicted"
+    balance = str(split.balance).replace(" ", "")
+    text = (
+        f"split      {split.method}: parallel.balance={balance}; slowest is rank {split.slowest_rank}, "
+        f"{cost(split.costs[split.slowest_rank])} a micro-batch {whose}, {proven}; balance efficiency "
+        f"{split.efficiency:.1%}"
+    )
+    if split.cap_bytes is not None:
+        text += f"; fullest rank {gib(max(split.bytes))} of a cap of {gib(split.cap_bytes)}"
+    return text
 
 
 def chosen_values(composed: RootConfig, resolved: RootConfig) -> list[str]:

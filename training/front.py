@@ -28,8 +28,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf.check import check
 from conf.resolve import resolve
 from conf.schema import RootConfig, register, to_dict
-from pipeline.partition import num_ranks
-from training import announce, join, sweep
+from pipeline.partition import Certificate, num_ranks
+from pipeline.profile import Profile
+from planning.balance import resolved_balance
+from training import announce, join, measure, sweep
 from training.data import Corpus, prepare
 from training.launch import launch
 from training.record import finish_failed, read_result
@@ -55,6 +57,8 @@ class Plan:
     corpus: Corpus
     memory: list[dict]  # planning.memory's bytes of each rank
     warnings: list[str]
+    split: Certificate  # of config.parallel.balance, a list by now
+    profile: Profile | None  # measured times of the layers, where they were asked for
 
 
 def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
@@ -129,10 +133,26 @@ def make_plan(config: DictConfig) -> Plan:
     if join.joined_rank() is not None:
         join.check_world(num_ranks(resolved.parallel))
     corpus = prepare(resolved.data, sequence=resolved.train.sequence)
+    resolved, split, profile = _cut(resolved)
     memory = announce.predicted_memory(resolved)
     if resolved.preflight:
         announce.preflight(resolved, memory)
-    return Plan(composed, resolved, corpus, memory, warnings)
+    return Plan(composed, resolved, corpus, memory, warnings, split, profile)
+
+
+def _cut(config: RootConfig) -> tuple[RootConfig, Certificate, Profile | None]:
+    """parallel.balance as a list, once for all ranks; the profile where it or the user asks for one."""
+    by_time = config.parallel.balance == "time"
+    profile = times = None
+    if by_time and join.on_several_machines() and not isinstance(config.profile, str):
+        raise ValueError(
+            "parallel.balance=time would be measured on each machine by itself, and machines differ: give one profile "
+            "to all with profile=PATH (.cache/profiles of one of them), or parallel.balance=auto"
+        )
+    if by_time or config.profile:
+        profile = measure.find_or_measure(config)
+        times = measure.layer_times(config, profile) if by_time else None
+    return *resolved_balance(config, times), profile
 
 
 def _to_object(config: DictConfig) -> RootConfig:
@@ -184,7 +204,11 @@ def _claim_for(job: Job) -> Path:
 
 def _write_inputs(run_dir: Path, plan: Plan) -> None:
     """What the ranks read; each file whole or not at all."""
-    for name, content in (("resolved.json", to_dict(plan.config)), ("corpus.json", plan.corpus.to_dict())):
+    for name, content in (
+        ("resolved.json", to_dict(plan.config)),
+        ("corpus.json", plan.corpus.to_dict()),
+        ("split.json", plan.split.to_dict()),
+    ):
         partial = run_dir / f"{name}.{os.getpid()}.tmp"
         partial.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(partial, run_dir / name)
@@ -296,7 +320,11 @@ def _unknown_key(full_key: str, schema: type) -> str:
 def _say(plan: Plan) -> None:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    if plan.profile is not None:
+        print(plan.profile.table() + "\n")
     print(announce.describe_run(plan.config, plan.corpus, plan.memory))
+    if len(plan.split.balance) > 1:
+        print(announce.split_line(plan.split))
     chosen = announce.chosen_values(plan.composed, plan.config)
     if chosen:
         indent = " " * len("chosen     ")

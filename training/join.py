@@ -36,6 +36,11 @@ def check_world(num_ranks: int) -> None:
         )
 
 
+def on_several_machines() -> bool:
+    """Whether the ranks that were started are not all on this machine."""
+    return joined_rank() is not None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]
+
+
 def compose_without_folder() -> DictConfig:
     """The configuration as typed, as Hydra's main composes it on rank 0, but nothing is made or logged."""
     from hydra import compose, initialize_config_dir

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import RootConfig, from_dict
-from models.describe import describe
-from pipeline.partition import split
 from training import launch
 from training.bigram import bigram_loss
 from training.data import Corpus
@@ -57,7 +55,7 @@ def _run(config: RootConfig, corpus: Corpus, run_dir: Path, ranks: Ranks, stop: 
     try:
         result = train(trainer, recorder)
         if ranks.rank == 0:
-            result["split"] = split(config.parallel, [layer.name for layer in describe(config.model)])
+            result["split"] = json.loads((run_dir / "split.json").read_text())
             result |= _against_bigram(config, corpus, result)
             recorder.finish(result.pop("status"), result)
     finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
@@ -52,6 +53,19 @@ class Clock:
         if self.on:
             self.timings[-1] = Timing(self.timings[-1].action, self.timings[-1].start_s, time.perf_counter())
         return result
+
+
+def backward_input(output: Tensor, gradient: Tensor | None, x: Tensor, parameters: list[Tensor]) -> list:
+    """I of one stage, as the runtime does it: `x.grad`, and what `backward_weight` goes on from.
+
+    gradient: of the output; None for the loss.
+    """
+    return stage_backward_input([output], None if gradient is None else [gradient], [x], iter(parameters))[1]
+
+
+def backward_weight(parameters: list[Tensor], groups: list) -> None:
+    """W of one stage: adds to the parameters' gradients."""
+    stage_backward_weight(iter(parameters), groups)
 
 
 class RunnableStage(PipelineStage):
