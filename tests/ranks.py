@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -53,7 +54,7 @@ def _collect(pipes: list, timeout_s: float) -> list:
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                good, value = pipe.recv()
+                good, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise AssertionError(f"rank {rank} died without an answer") from None
             assert good, f"rank {rank} failed:\n{value}"
@@ -72,8 +73,9 @@ def _rank(function, rank: int, world: int, folder: str, pipe, args) -> None:
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
         try:
-            pipe.send((True, function(rank, world, *args)))
+            # plain pickle: multiprocessing would hand over tensors by reference to this process, which ends
+            pipe.send_bytes(pickle.dumps((True, function(rank, world, *args))))
         finally:
             dist.destroy_process_group()
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 import models
 from conf.schema import RootConfig
@@ -24,8 +25,10 @@ def canonical_order(layers: list[LayerSpec]) -> list[str]:
     return [name for layer in layers for name in layer.parameters if name not in layer.tied]
 
 
-def build_engine(config: RootConfig, *, rank: int, device: torch.device) -> Engine:
-    """The engine of `config.parallel.engine`, with the layers of this rank on `device`.
+def build_engine(
+    config: RootConfig, *, rank: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Engine:
+    """The engine of `config.parallel.engine`, with the layers of this rank on `device`; `group`: None = all ranks.
 
     Raises ValueError for a layout that does not fit (all of it is checked in the front already).
     """
@@ -62,6 +65,7 @@ def build_engine(config: RootConfig, *, rank: int, device: torch.device) -> Engi
         boundary=(config.train.sequence, config.model.hidden),
         dtype=DTYPES[config.train.precision],
         device=device,
+        group=group,
         **common,
     )
 

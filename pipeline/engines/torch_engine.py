@@ -39,9 +39,18 @@ class TorchEngine(Engine):
         self.group = group if group is not None else dist.group.WORLD
         self.clock = Clock()
         self._runtimes: dict[tuple[int, int, bool], Runtime] = {}
-        ends = sorted({schedule.rank_of[0], schedule.rank_of[-1]})
-        if self.tied and len(ends) == 2:  # every rank must make the group
-            self.tied_group = dist.new_group([dist.get_global_rank(self.group, rank) for rank in ends])
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
+        other = last if dist.get_rank(self.group) == first else first
+        received = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=other),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=other),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
 
     def step(self, batch: Batch, scale: float) -> Tensor:
         self.scale = scale

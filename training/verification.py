@@ -1,0 +1,237 @@
+"""verify.py's work: from what was typed to cases, to one launch, to a table and a verdict. No torch in this process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import tempfile
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from conf.check import check
+from conf.resolve import resolve
+from conf.schema import RootConfig, VerifyConfig, to_dict
+from models.describe import describe, num_parameters
+from pipeline.partition import num_ranks
+from pipeline.schedule import SCHEDULES, make_schedule
+from planning.memory import machine_memory_bytes
+from training.announce import gib
+from training.front import Refused, one_line
+from training.launch import launch
+
+# Float64 copies of a parameter at the peak: of the ranks weight, gradient, its copy, and both as read back; of the
+# reference weight, gradient and its copy. Activations come on top.
+COPIES = 8
+MATRIX_BLOCKS, MATRIX_SEQUENCE, MATRIX_STAGES = 12, 8, (2, 4)
+INTERLEAVES = {"interleaved_1f1b": (2, 3), "looped_bfs": (2, 3), "zb_v": (2,), "dualpipe_v": (2,)}
+
+
+def run(composed: DictConfig) -> bool:
+    """Verifies one configuration (or the whole matrix), prints the outcome, returns whether it is within tolerance.
+
+    Raises Refused for bad input.
+    """
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise Refused("verify.py takes one configuration: leave -m out, or use verify.all=true for the whole matrix")
+    try:
+        typed = OmegaConf.to_object(composed)
+        options = typed.verify
+        cases = matrix(typed, options) if options.all else [whole(typed, options)]
+        _check_memory(cases[0])
+    except ValueError as error:
+        raise Refused(one_line(error)) from error
+    print(_heading(cases, options), flush=True)
+    reports = measure(cases)
+    if reports is None:
+        return False
+    print(_matrix_table(cases, reports) if options.all else _parameter_table(reports[0], options.rows))
+    worst, what, case = max((*worst_of(report), _label(case)) for case, report in zip(cases, reports, strict=True))
+    good = worst <= options.tolerance
+    verdict = "RIGHT" if good else "WRONG"
+    print(
+        f"{verdict}: worst relative error {worst:.2e}, {what}{f' of {case}' if options.all else ''}; "
+        f"tolerance {options.tolerance:g}"
+    )
+    return good
+
+
+def measure(cases: list[RootConfig]) -> list[dict] | None:
+    """The report of each case (training.parity.Report as a dict), from one launch; None when a rank failed."""
+    with tempfile.TemporaryDirectory(prefix="verify_") as folder:
+        Path(folder, "cases.json").write_text(json.dumps([to_dict(case) for case in cases]))
+        ranks = max(num_ranks(case.parallel) for case in cases)
+        result = launch(folder, ranks, worker=("-m", "training.parity"))
+        if result["status"] == "stopped":
+            raise KeyboardInterrupt
+        return json.loads(Path(folder, "reports.json").read_text()) if result["status"] == "completed" else None
+
+
+def worst_of(report: dict) -> tuple[float, str]:
+    """Largest relative error of a report, and what it is of."""
+    errors = [(report["loss_error"], "the loss"), (report["norm_error"], "the gradient norm")]
+    for row in report["rows"][:1]:
+        errors.append((row["gradient_error"], f"the gradient of {row['parameter']}"))
+        errors.append((row["weight_error"], f"the weights of {row['parameter']}"))
+    return max(errors)
+
+
+# --- cases ---
+
+
+def whole(typed: RootConfig, options: VerifyConfig) -> RootConfig:
+    """The configuration as train.py would run it, in float64 on CPU; width and depth as `options` say."""
+    config = RootConfig(**{name: copy.deepcopy(getattr(typed, name)) for name in RootConfig.__dataclass_fields__})
+    model = config.model
+    if options.width is not None:
+        if options.width % model.heads:
+            raise ValueError(
+                f"verify.width={options.width} is not divisible by model.heads={model.heads}: "
+                f"the nearest that is: {max(1, round(options.width / model.heads)) * model.heads}"
+            )
+        if model.feedforward is not None:
+            model.feedforward = max(1, round(model.feedforward * options.width / model.hidden))
+        model.hidden = options.width
+    model.blocks = options.blocks or model.blocks
+    config.hardware.device = "cpu"
+    config.train.precision = "float64"
+    config.train.steps = config.train.steps or 1  # one is taken, whatever the run's length
+    config = resolve(config, device="cpu")
+    check(config)
+    return config
+
+
+def matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
+    """Every schedule x stages x interleave x chunks x accumulation x tied x checkpointing, and the other engines."""
+    model = typed.model
+    base = VerifyConfig(width=options.width or 8 * model.heads, blocks=options.blocks or MATRIX_BLOCKS)
+    layouts = []
+    for name, stages in product(SCHEDULES, MATRIX_STAGES):
+        for interleave in INTERLEAVES.get(name, (1,)):
+            for chunks, checkpoint in product(_chunks(name, stages, interleave), ("never", "always")):
+                layouts.append(
+                    dict(engine="torch", schedule=name, stages=stages, interleave=interleave, chunks=chunks)
+                    | dict(checkpoint=checkpoint)
+                )
+    fill_and_drain = dict(schedule="gpipe", interleave=1, chunks=8)
+    for engine, stages, checkpoint in product(("fairscale",), MATRIX_STAGES, ("never", "except_last", "always")):
+        layouts.append(fill_and_drain | dict(engine=engine, stages=stages, checkpoint=checkpoint))
+    layouts.append(fill_and_drain | dict(engine="single", stages=1, checkpoint="never"))
+    cases = []
+    for tied, layout, accumulate in product((True, False), layouts, (1, 2)):
+        config = replace(
+            typed,
+            model=replace(model, tied=tied, dropout=0.1 if accumulate == 2 else 0.0, positions=MATRIX_SEQUENCE),
+            parallel=replace(typed.parallel, **layout, balance="uniform"),
+            train=replace(
+                typed.train,
+                accumulate=accumulate,
+                global_batch=accumulate * layout["chunks"],
+                sequence=MATRIX_SEQUENCE,
+            ),
+        )
+        cases.append(whole(config, base))
+    cases.sort(key=lambda case: (case.train.global_batch, case.model.tied, case.model.dropout))  # references are shared
+    return cases
+
+
+def _chunks(schedule: str, stages: int, interleave: int) -> list[int]:
+    """The least number of chunks that the schedule takes, and 8."""
+    for chunks in range(1, 9):
+        try:
+            make_schedule(schedule, stages, chunks, interleave)
+            return sorted({chunks, 8})
+        except ValueError:
+            continue
+    raise AssertionError(f"{schedule} takes no number of chunks up to 8")
+
+
+def _check_memory(config: RootConfig) -> None:
+    """Raises ValueError, with a smaller model of the same structure that fits, when the machine has too little."""
+    count = num_parameters(describe(config.model))
+    need, available = COPIES * 8 * count, machine_memory_bytes()
+    if need <= available:
+        return
+    model = config.model
+    stages = config.parallel.stages * config.parallel.interleave
+    width, blocks = model.hidden, max(stages, min(model.blocks, 2 * stages))
+    while width > model.heads:
+        feedforward = round(model.feedforward * width / model.hidden)
+        smaller = replace(model, hidden=width, blocks=blocks, feedforward=feedforward)
+        if COPIES * 8 * num_parameters(describe(smaller)) <= available / 4:
+            break
+        width = max(1, width // 2 // model.heads) * model.heads
+    raise ValueError(
+        f"{count:,} parameters need about {gib(need)} in float64, beside one process' reference, and this machine has "
+        f"{gib(available)} free: verify the same structure with verify.width={width} verify.blocks={blocks}"
+    )
+
+
+# --- what is printed ---
+
+
+def _heading(cases: list[RootConfig], options: VerifyConfig) -> str:
+    config = cases[0]
+    train, model = config.train, config.model
+    if options.all:
+        return f"{len(cases)} cases, {model.name} with width {model.hidden} and {model.blocks} blocks, float64"
+    return (
+        f"{_label(config)}\n{model.name}: {num_parameters(describe(model)):,} parameters, float64, "
+        f"{train.global_batch} random sequences of {train.sequence} tokens; reference: one process, plain autograd"
+    )
+
+
+def _label(config: RootConfig) -> str:
+    parallel = config.parallel
+    parts = [f"{parallel.engine} {parallel.schedule}", f"stages {parallel.stages}"]
+    if parallel.interleave > 1:
+        parts.append(f"interleave {parallel.interleave}")
+    parts.append(f"chunks {parallel.chunks}")
+    if config.train.accumulate > 1:
+        parts.append(f"accumulate {config.train.accumulate}")
+    parts.append("tied" if config.model.tied else "untied")
+    if config.model.dropout:
+        parts.append(f"dropout {config.model.dropout:g}")
+    if parallel.checkpoint != "never":
+        parts.append(f"checkpoint {parallel.checkpoint}")
+    return ", ".join(parts)
+
+
+def _parameter_table(report: dict, rows: int) -> str:
+    shown = report["rows"][:rows]
+    width = max(len(row["parameter"]) for row in shown)
+    lines = [f"{'parameter':<{width}}  rank  gradient  weights after SGD"]
+    for row in shown:
+        rank = "none" if row["rank"] < 0 else row["rank"]
+        lines.append(
+            f"{row['parameter']:<{width}}  {rank:>4}  {_error(row['gradient_error'])}  {_error(row['weight_error'])}"
+        )
+    if len(report["rows"]) > rows:
+        count = len(report["rows"])
+        lines.append(f"... {count - rows} more with smaller errors (verify.rows={count} shows all)")
+    lines.append(f"loss {report['loss_error']:.2e}, gradient norm {report['norm_error']:.2e}")
+    return "\n".join(lines)
+
+
+def _matrix_table(cases: list[RootConfig], reports: list[dict]) -> str:
+    """The worst error of each engine, schedule, stages and interleave over everything else that varies."""
+    families: dict[tuple, list[float]] = {}
+    for case, report in zip(cases, reports, strict=True):
+        parallel = case.parallel
+        key = (parallel.engine, parallel.schedule, parallel.stages, parallel.interleave)
+        families.setdefault(key, []).append(worst_of(report)[0])
+    lines = [f"{'engine':<10} {'schedule':<17} stages interleave cases  worst error"]
+    for (engine, schedule, stages, interleave), errors in sorted(families.items()):
+        layout = f"{engine:<10} {schedule:<17} {stages:>6} {interleave:>10}"
+        lines.append(f"{layout} {len(errors):>5}  {_error(max(errors))}")
+    lines.append("each with: least and 8 chunks, 1 and 2 flushes (dropout 0.1 with 2), tied and untied, checkpointing")
+    return "\n".join(lines)
+
+
+def _error(value: float) -> str:
+    return " missing or twice" if math.isinf(value) else f"{value:8.2e}"
