@@ -11,34 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.launcher.api as launcher
+from commands import FAKE_WORKER, REPOSITORY, processes_in, wait_for
 
 from training import launch
 from training.failure import RankError, record_error, root_cause
 from training.record import read_result
-
-REPOSITORY = Path(__file__).parent.parent
-FAKE_WORKER = str(Path(__file__).parent / "fake_worker.py")
-
-
-def processes_of(run_dir: Path) -> list[str]:
-    """Command lines of live processes that were given this folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if str(run_dir) in command:
-                found.append(command)
-    return found
-
-
-def wait_for(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -47,7 +24,7 @@ def run_dir(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     yield folder
-    assert processes_of(folder) == []
+    assert processes_in(folder) == []
 
 
 def run_fake(run_dir: Path, monkeypatch, fake: str, *, ranks: int = 2, wait: str = "sleep") -> tuple[dict, float]:
@@ -217,4 +194,4 @@ def test_no_rank_outlives_a_killed_parent(run_dir):
     wait_for(lambda: ready(run_dir))
     parent.kill()
     parent.communicate()
-    wait_for(lambda: processes_of(run_dir) == [], seconds=5)
+    wait_for(lambda: processes_in(run_dir) == [], seconds=5)

@@ -69,13 +69,16 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
     interrupted = False
     try:
         with _sigterm_as_interrupt():
+            if rank is not None and {"-m", "--multirun"} & set(sys.argv):
+                raise Refused("-m starts one run after the other, each with its own ranks: start it without torchrun")
             if rank:
                 return _follow(rank)
             compose_and_run()
     except (Refused, *BAD_INPUT) as error:
         if full_error:
             raise
-        print(f"train.py: {one_line(error)}", file=sys.stderr)
+        if not rank:
+            print(f"train.py: {one_line(error)}", file=sys.stderr)
         if rank == 0:
             join.announce_refusal()
         return EXIT_BAD_INPUT
@@ -127,16 +130,16 @@ def make_plan(config: DictConfig) -> Plan:
     """Every check that needs no rank. Raises ValueError, or OmegaConf's errors, for bad input."""
     composed = _to_object(config)
     if not re.fullmatch(r"[\w.+=-]+(/[\w.+=-]+)*", composed.name) or ".." in composed.name.split("/"):
-        raise ValueError(f"name={composed.name}: a folder in experiments/ is called so; use letters, digits and . _ + = -")
+        raise ValueError(f"name={composed.name} names a folder in experiments/: use letters, digits and . _ + = - only")
     resolved = resolve(composed)
     warnings = check(resolved)
     if join.joined_rank() is not None:
         join.check_world(num_ranks(resolved.parallel))
-    corpus = prepare(resolved.data, sequence=resolved.train.sequence)
     resolved, split, profile = _cut(resolved)
     memory = announce.predicted_memory(resolved)
     if resolved.preflight:
         announce.preflight(resolved, memory)
+    corpus = prepare(resolved.data, sequence=resolved.train.sequence)
     return Plan(composed, resolved, corpus, memory, warnings, split, profile)
 
 

@@ -47,8 +47,6 @@ def compose_without_folder() -> DictConfig:
     from hydra._internal.utils import get_args_parser
 
     arguments = get_args_parser().parse_args()
-    if arguments.multirun:
-        raise ValueError("-m starts one run after the other, each with its own ranks: start it without torchrun")
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         return compose(arguments.config_name or "config", overrides=arguments.overrides)
 
