@@ -1,0 +1,249 @@
+"""The time of one optimizer step, and what it goes into: compute, bubble, communication, optimizer. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import prod
+
+from conf.schema import ParallelConfig, RootConfig
+from models.describe import LayerSpec, describe
+from pipeline.partition import rank_of_stage, split_stages
+from planning.layers import Cost, LayerCost, layer_cost
+from planning.links import Links, links
+from planning.rates import Rates, rates
+from planning.stack import Stack
+from planning.steady import Flush, flush
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of each model stage for one micro-batch, and of what a stage sends to the next."""
+
+    layers: list[LayerCost]
+    recompute: list[Cost]  # forward run again before the backward
+    gather: list[float]  # full sharding: the weights of the stage, once a forward and once a backward
+    action_overhead_s: float
+    transfer_s: float
+    latency_s: float
+
+    @property
+    def forward(self) -> list[float]:
+        return [max(c.forward.total, g) + self.action_overhead_s for c, g in zip(self.layers, self.gather, strict=True)]
+
+    @property
+    def last_input(self) -> list[float]:
+        """Backward for the input, nothing recomputed."""
+        pairs = zip(self.layers, self.gather, strict=True)
+        return [max(c.backward_input.total, g) + self.action_overhead_s for c, g in pairs]
+
+    @property
+    def backward_input(self) -> list[float]:
+        return [i + r.total for i, r in zip(self.last_input, self.recompute, strict=True)]
+
+    @property
+    def backward_weight(self) -> list[float]:
+        return [cost.backward_weight.total for cost in self.layers]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which layers every model stage has, and which rank runs it."""
+
+    stages: list[list[LayerSpec]]  # in stage order
+    rank_of: list[int]
+    kinds: list[Counter[str]]  # of each stage: kind of layer -> how many
+    elements: list[int]  # of each stage: of all weights, both copies of a tied one
+
+    @classmethod
+    def of(cls, config: RootConfig) -> Layout:
+        """config: resolved."""
+        by_name = {layer.name: layer for layer in describe(config.model)}
+        rank_of = rank_of_stage(config.parallel)
+        names = split_stages(config.parallel.balance, len(rank_of), list(by_name))
+        stages = [[by_name[name] for name in stage] for stage in names]
+        kinds = [Counter(spec.kind for spec in specs) for specs in stages]
+        elements = [sum(prod(shape) for spec in specs for shape in spec.parameters.values()) for specs in stages]
+        return cls(stages, rank_of, kinds, elements)
+
+    @property
+    def rank_elements(self) -> list[int]:
+        held = [0] * (max(self.rank_of) + 1)
+        for elements, rank in zip(self.elements, self.rank_of, strict=True):
+            held[rank] += elements
+        return held
+
+
+def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates, paths: Links) -> StageTimes:
+    """What every model stage takes on its rank. config: resolved."""
+    parallel, train = config.parallel, config.train
+    one_of = {spec.kind: spec for specs in layout.stages for spec in specs}  # layers of one kind cost the same
+    cost_of = {kind: layer_cost(spec, config, stack, device, paths.tensor) for kind, spec in one_of.items()}
+    stages, recomputed, gather = [], [], []
+    for kinds, elements in zip(layout.kinds, layout.elements, strict=True):
+        whole, again = LayerCost(Cost(), Cost(), Cost()), Cost()
+        for kind, number in kinds.items():
+            whole += cost_of[kind] * number
+            if parallel.checkpoint == "selective":
+                again += cost_of[kind].attention * number
+            elif parallel.checkpoint != "never" and (kind == "block" or parallel.engine == "fairscale"):
+                again += cost_of[kind].forward * number
+        stages.append(whole)
+        recomputed.append(again)
+        bytes_held = elements / parallel.tensor * weight_bytes(config, stack)
+        gather.append(paths.data.gather_s(bytes_held) if parallel.shard == "full" else 0.0)
+    wide = stack.stream_bytes if train.precision == "bfloat16" else device.element_bytes
+    message = micro_batch(config) * train.sequence * config.model.hidden * wide
+    if stack.split_messages:
+        message /= parallel.tensor
+    return StageTimes(
+        stages, recomputed, gather, stack.action_overhead_s, message / paths.stage.bytes_per_s, paths.stage.latency_s
+    )
+
+
+def micro_batch(config: RootConfig) -> int:
+    """Sequences that a stage takes at once: global_batch = data x accumulate x chunks x micro-batch."""
+    parallel, train = config.parallel, config.train
+    return train.global_batch // (parallel.data * train.accumulate * parallel.chunks)
+
+
+def weight_bytes(config: RootConfig, stack: Stack) -> int:
+    """Of an element of the weights as they are sent."""
+    return {"float64": 8, "float32": 4, "bfloat16": stack.gradient_bytes}[config.train.precision]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step; seconds. The parts add up to `total`: work and waiting are means over pipeline ranks."""
+
+    parts: dict[str, float]
+    bubble_fraction: float  # of a flush
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def step_time(config: RootConfig, stack: Stack, *, explain: bool = True) -> Step:
+    """The step of a resolved configuration, on the very schedule and split that would run.
+
+    explain: tell idle time by its reasons, which takes two more simulations; else it is all in "bubble".
+    """
+    parallel = config.parallel
+    device = rates(config.hardware, config.train.precision, ranks_here=ranks_here(config))
+    paths = links(config.hardware, parallel)
+    layout = Layout.of(config)
+    times = stage_times(config, layout, stack, device, paths)
+    ranks = len(set(layout.rank_of))
+    if one_at_a_time(config):
+        makespan = parallel.chunks * sum(_busy(times)) - _spared(config, times)
+        real = Flush(makespan, [makespan])
+        waiting, ranks = {}, 1
+    else:
+        real = run_flush(parallel, times)
+        idle = real.makespan - sum(real.busy) / len(real.busy)
+        waiting = _waiting(parallel, times, real) if explain else {"bubble": idle}
+    parts = {name: seconds / ranks for name, seconds in _work(config, times).items()} | waiting
+    parts = {name: seconds * config.train.accumulate for name, seconds in parts.items()}
+    parts |= after_flushes(config, layout, stack, device, paths)
+    return Step(parts, real.bubble_fraction)
+
+
+def ranks_here(config: RootConfig) -> int:
+    """Ranks of the run that share a machine's cores (only asked on CPU, where all do)."""
+    return (
+        config.parallel.stages * config.parallel.tensor * config.parallel.data
+        if config.parallel.engine == "torch"
+        else 1
+    )
+
+
+def one_at_a_time(config: RootConfig) -> bool:
+    """Whether the stages never overlap: the single engine, and fairscale on CPU, whose stages share one worker."""
+    engine = config.parallel.engine
+    return engine == "single" or (engine == "fairscale" and config.hardware.device == "cpu")
+
+
+def run_flush(parallel: ParallelConfig, times: StageTimes, **changed: float) -> Flush:
+    """One flush of the schedule with these times."""
+    transfers = dict(latency_s=times.latency_s, transfer_s=times.transfer_s) | changed
+    schedule = replace(parallel, schedule="gpipe") if parallel.engine == "fairscale" else parallel
+    last = times.last_input if parallel.checkpoint == "except_last" else None
+    return flush(
+        schedule, times.forward, times.backward_input, times.backward_weight, last_backward_input=last, **transfers
+    )
+
+
+def _busy(times: StageTimes) -> list[float]:
+    """F + I + W of each model stage for one micro-batch."""
+    return [sum(parts) for parts in zip(times.forward, times.backward_input, times.backward_weight, strict=True)]
+
+
+def _spared(config: RootConfig, times: StageTimes) -> float:
+    """What the last micro-batch does not recompute, all stages."""
+    return sum(r.total for r in times.recompute) if config.parallel.checkpoint == "except_last" else 0.0
+
+
+def _waiting(parallel: ParallelConfig, times: StageTimes, real: Flush) -> dict[str, float]:
+    """Mean idle time of a flush, by its reason: transfers are what the makespan loses without them; imbalance what it
+    loses when, besides, every stage takes the mean; the schedule has the rest."""
+    idle = real.makespan - sum(real.busy) / len(real.busy)
+    at_once = run_flush(parallel, times, latency_s=0.0, transfer_s=0.0)
+    mean = {
+        name: [sum(getattr(times, name)) / len(times.layers)] * len(times.layers)
+        for name in ("forward", "backward_input", "backward_weight", "last_input")
+    }
+    schedule = replace(parallel, schedule="gpipe") if parallel.engine == "fairscale" else parallel
+    last = mean["last_input"] if parallel.checkpoint == "except_last" else None
+    even = flush(schedule, mean["forward"], mean["backward_input"], mean["backward_weight"], last_backward_input=last)
+    transfers, imbalance = real.makespan - at_once.makespan, at_once.makespan - even.makespan
+    return {
+        "bubble_schedule": idle - transfers - imbalance,
+        "bubble_imbalance": imbalance,
+        "stage_transfers": transfers,
+    }
+
+
+def _work(config: RootConfig, times: StageTimes) -> dict[str, float]:
+    """Seconds of all model stages in one flush, by kind."""
+    m = config.parallel.chunks
+    recomputes = m - 1 if config.parallel.checkpoint == "except_last" else m
+    parts = dict.fromkeys(("forward", "backward_input", "backward_weight", "recompute", "tensor_parallel"), 0.0)
+    for layer, again in zip(times.layers, times.recompute, strict=True):
+        for name in ("forward", "backward_input", "backward_weight"):
+            cost = getattr(layer, name)
+            parts[name] += m * (cost.matmul + cost.elementwise)
+            parts["tensor_parallel"] += m * cost.tensor
+        parts["recompute"] += recomputes * (again.matmul + again.elementwise)
+        parts["tensor_parallel"] += recomputes * again.tensor
+    parts["host"] = 2 * m * len(times.layers) * times.action_overhead_s
+    gather = m * (sum(times.forward) + sum(times.last_input))
+    gather -= m * sum(c.forward.total + c.backward_input.total for c in times.layers) + parts["host"]
+    if config.parallel.shard == "full":
+        parts["data_gather"] = gather
+    return parts
+
+
+def after_flushes(config: RootConfig, layout: Layout, stack: Stack, device: Rates, paths: Links) -> dict[str, float]:
+    """Data-parallel communication that no computation hides, the sum of a tied weight's two gradients, the update; of
+    the rank with most parameters."""
+    parallel, model = config.parallel, config.model
+    held = layout.rank_elements
+    most = (sum(held) if one_at_a_time(config) else max(held)) / parallel.tensor
+    element = weight_bytes(config, stack)
+    gathered = 0 if parallel.shard == "full" else paths.data.gather_s(most * element)
+    reduction = stack.exposed_reduction * (paths.data.gather_s(most * element) + gathered)
+    tied = 0.0
+    if model.tied and parallel.stages > 1 and parallel.engine == "torch" and layout.rank_of[0] != layout.rank_of[-1]:
+        tied = paths.ends.all_reduce_s(model.vocabulary / parallel.tensor * model.hidden * element)
+    parts = parallel.data if parallel.shard != "none" else 1
+    moved = optimizer_bytes(config, stack) * most / parts
+    return {"data_parallel": reduction, "tied_weight": tied, "optimizer": device.pass_s(moved)}
+
+
+def optimizer_bytes(config: RootConfig, stack: Stack) -> float:
+    """Bytes that the update moves for each parameter, clipping included."""
+    element = 8 if config.train.precision == "float64" else 4
+    if config.optimizer.name == "sgd":
+        return element * (3 + (2 if config.optimizer.momentum else 0) + (3 if config.optimizer.clip_norm else 0))
+    return stack.optimizer_bytes * (2 if element == 8 else 1)
