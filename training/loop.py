@@ -12,6 +12,7 @@ from conf.schema import RootConfig
 from models.describe import describe, model_flops_per_token
 from models.dropout import sample_keys
 from pipeline.engines.base import Batch, Engine
+from training import imbalance
 from training.build import build_engine, canonical_order
 from training.data import Batches, Corpus
 from training.optimizer import clip_, global_norm, learning_rate, make_optimizer
@@ -50,6 +51,8 @@ class Trainer:
         config, ranks = self.config, self.ranks
         ranks.start_counting_memory()
         self.engine: Engine = build_engine(config, rank=ranks.rank, device=ranks.device)
+        self.engine.clock.board = ranks.board
+        self.watch = imbalance.Watch(config, self.engine, ranks)
         layers = describe(config.model)
         self.order = canonical_order(layers)
         self.optimizer = make_optimizer(config.optimizer, self.engine.parameters)
@@ -77,8 +80,10 @@ class Trainer:
         for index in range(config.train.accumulate):
             first = step * config.train.global_batch + index * self.flush
             loss += float(engine.step(self.batch(step, first), 1.0 / self.tokens_per_step))
-        engine.sum_tied_gradients()
-        norm = float(global_norm(engine.parameters, self.order, engine.tied, self._group()))
+        with self.ranks.together("the sum of a tied weight's gradients"):
+            engine.sum_tied_gradients()
+        with self.ranks.together("the gradient norm"):
+            norm = float(global_norm(engine.parameters, self.order, engine.tied, self._group()))
         loss, stop, out_of_time, *memory = self._agree(loss)
         rate = learning_rate(config.optimizer, step, config.train.steps)
         outcome = Outcome(loss, norm, rate, stop > 0, out_of_time > 0, [int(value) for value in memory])
@@ -153,9 +158,11 @@ def train(trainer: Trainer, recorder) -> dict:
     progress = Progress(config.train.steps, config.train.log_every) if ranks.rank == 0 else None
     done, skipped, reason, validated = 0, 0, None, {}
     while done < config.train.steps:
+        trainer.watch.before_step(done)
         begin = time.perf_counter()
         outcome = trainer.step(done)
         seconds = time.perf_counter() - begin
+        trainer.watch.after_step()
         done += 1
         skipped += outcome.skipped
         if progress is not None:
@@ -170,11 +177,15 @@ def train(trainer: Trainer, recorder) -> dict:
         progress.close()
     if reason != "signal":
         validated = _validate(trainer, recorder, progress, done)
+    found = trainer.watch.report()
+    if found is not None:
+        progress.say(imbalance.sentence(found))
     return {
         "status": "completed" if reason is None else "stopped",
         "reason": reason,
         "steps": done,
         "skipped_steps": skipped or None,
+        "imbalance": found,
         "peak_resident_bytes": [int(value) for value in ranks.gather(ranks.peak_resident_bytes())],
         **validated,
     }
@@ -225,4 +236,3 @@ def peak_flops(config: RootConfig, world: int) -> float | None:
     if hardware.device == "cpu":
         return peak * min(hardware.devices_per_node or 1, world * torch.get_num_threads())
     return peak * (config.parallel.stages if config.parallel.engine == "fairscale" else world)
-

@@ -6,9 +6,6 @@ it is met here only; tests/test_torch_runtime.py fails loudly when a new torch c
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -20,39 +17,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from pipeline.schedule import Action
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One executed action: start and end in seconds of this process' `time.perf_counter`."""
-
-    action: Action
-    start_s: float
-    end_s: float
-
-
-class Clock:
-    """Time stamps of the actions of this rank while `on`; waiting for a message is before an action, not inside it."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.timings: list[Timing] = []
-
-    def run(self, action: Action, function, *args, **kwargs):
-        if not self.on:
-            return function(*args, **kwargs)
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        self.timings.append(Timing(action, start, time.perf_counter()))
-        return result
-
-    def extend(self, function, *args):
-        """Runs `function` as part of the action timed last (the loss belongs to the last stage's forward)."""
-        result = function(*args)
-        if self.on:
-            self.timings[-1] = Timing(self.timings[-1].action, self.timings[-1].start_s, time.perf_counter())
-        return result
+from pipeline.action import Action
+from pipeline.engines.clock import Clock
 
 
 def backward_input(output: Tensor, gradient: Tensor | None, x: Tensor, parameters: list[Tensor]) -> list:
@@ -99,6 +65,10 @@ class Runtime(_PipelineScheduleRuntime):
         super().__init__(stages, chunks, loss_fn=loss_fn, scale_grads=False)  # scaled once, in Engine.scaled_loss
         self._losses: dict[int, Tensor] = {}
         self._clock = clock
+        rank_of = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+        backward = {(a.stage, a.microbatch): a for row in actions for a in row if a.kind in "BI"}
+        self.fwd_recv_ops = _Receives(lambda key: clock.waits(Action(key[0], "F", key[1]), rank_of[key[0] - 1]))
+        self.bwd_recv_ops = _Receives(lambda key: clock.waits(backward[key], rank_of[key[0] + 1]))
         # torch's text form of an action is ours: 2F0, with F, B, I and W meaning the same
         lists = {rank: [_Action.from_str(str(action)) for action in row] for rank, row in enumerate(actions)}
         if any(action.kind != "F" for row in actions for action in row):
@@ -118,7 +88,8 @@ class Runtime(_PipelineScheduleRuntime):
     # torch appends losses in the order of the forwards and reads them by micro-batch: wrong for other orders
     def _maybe_compute_loss(self, stage, output, target_mbs, mb_index, loss_kwargs=None):
         if stage.is_last:
-            self._losses[mb_index] = self._clock.extend(self._compute_loss, output, target_mbs[mb_index])
+            action = Action(stage.stage_index, "F", mb_index)
+            self._losses[mb_index] = self._clock.extend(action, self._compute_loss, output, target_mbs[mb_index])
 
     def _maybe_get_loss(self, stage, mb_index):
         return self._losses[mb_index] if stage.is_last else None
@@ -137,3 +108,15 @@ class Runtime(_PipelineScheduleRuntime):
             total += self._losses[index].detach().to(total)
         self._losses.clear()
         return total
+
+
+class _Receives(dict):
+    """(stage, micro-batch) -> receives under way. torch pops an entry when it is about to wait for it: that is told."""
+
+    def __init__(self, about_to_wait):
+        super().__init__()
+        self._about_to_wait = about_to_wait
+
+    def pop(self, key):
+        self._about_to_wait(key)
+        return super().pop(key)
