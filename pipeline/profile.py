@@ -66,9 +66,7 @@ class Profile:
             seconds |= dict.fromkeys(kind.layers, split if splits_backward else kind.total_s)
         missing = [name for name in names if name not in seconds]
         if missing or len(seconds) != len(names):
-            raise ValueError(
-                f"the profile has {len(seconds)} layers and the model {len(names)}, among them {missing[:1]}"
-            )
+            raise ValueError(f"the profile has {len(seconds)} layers, not the {len(names)} of the model")
         return [seconds[name] for name in names]
 
     def save(self, path: Path) -> None:
