@@ -13,6 +13,7 @@ from typing import NamedTuple
 from conf.schema import RootConfig
 from models.describe import DTYPE_BYTES, LayerSpec, feedforward_width
 from planning.links import Group
+from planning.memory import micro_batch
 from planning.rates import Rates
 from planning.stack import Stack
 
@@ -120,7 +121,7 @@ class _Shape:
     @classmethod
     def of(cls, config: RootConfig, stack: Stack) -> _Shape:
         model, train, parallel = config.model, config.train, config.parallel
-        B = train.global_batch // (parallel.data * train.accumulate * parallel.chunks)
+        B = micro_batch(config)
         compute = DTYPE_BYTES[train.precision]
         t = parallel.tensor
         return cls(

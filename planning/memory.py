@@ -5,24 +5,31 @@ Letters: B micro-batch size, in sequences.
 
 from __future__ import annotations
 
-from math import ceil, inf, prod
+from math import ceil, inf
 from pathlib import Path
 
 from conf.schema import ParallelConfig, RootConfig
-from models.describe import LayerSpec, activation_bytes
+from models.describe import LayerSpec
+from planning.activations import rank_activation_bytes, tensor_elements
 
 # What a rank's process holds before it builds its model, with torch.distributed up: its proportional share (PSS) was
 # 258, 248 and 237 MiB with 1, 2 and 4 ranks (torch 2.13, CPU); a CUDA context lies outside what is counted here
 RUNTIME_BYTES = 250 * 2**20
 
 
-def rank_memory(config: RootConfig, layers: list[LayerSpec], held_micro_batches: int) -> dict[str, int]:
+Moment = list[tuple[list[LayerSpec], float]]  # layers, and how many micro-batches of them are held
+
+
+def rank_memory(
+    config: RootConfig, layers: list[LayerSpec], held_micro_batches: int, moments: list[Moment] | None = None
+) -> dict[str, int]:
     """Bytes of one rank at its peak, by what they are for, with their `total`.
 
     config: resolved. layers: those of the rank (of all stages where one process runs them all), in list order.
     held_micro_batches: forwards of a model stage that wait for their backward at the worst moment, as
     `pipeline.schedule.held_microbatches` counts them: with interleave v each is 1/v of the rank's layers (1 for the
     single engine, all chunks for fairscale).
+    moments: the same stage by stage, where a rank has several that differ; the activations are those of the worst.
 
     weights, gradients, optimizer: both copies of a tied weight count, on whichever ranks they are. activations: kept
     for the backward. logits: with what the loss makes of them. messages: buffers at the stages' boundaries.
@@ -30,47 +37,76 @@ def rank_memory(config: RootConfig, layers: list[LayerSpec], held_micro_batches:
     """
     train, parallel = config.train, config.parallel
     weight = 8 if train.precision == "float64" else 4  # bfloat16 is autocast: weights and all that follows in float32
-    weights = weight * sum(prod(shape) for layer in layers for shape in layer.parameters.values())
+    weights = weight * sum(tensor_elements(layer, parallel.tensor) for layer in layers)
     states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     interleave = (parallel.interleave or 1) if parallel.engine == "torch" else 1
     held = held_micro_batches / interleave  # in units of all the rank's layers
-    parts = {
-        "weights": weights,
-        "gradients": weights,
-        "optimizer": states * weights,
-        "activations": _activations(config, layers, held),
+    largest = max((tensor_elements(layer, parallel.tensor) for layer in layers), default=0) * weight
+    parts = _sharded(parallel, weights, states, largest) | {
+        "activations": max(_activations(config, moment) for moment in moments or [[(layers, held)]]),
         "logits": _logits(config, layers, held),
         "messages": _messages(config, layers, held_micro_batches),
+        "workspace": _workspace(config, layers),
         "runtime": RUNTIME_BYTES,
     }
-    parts["workspace"] = _workspace(config, layers, parts)
     return parts | {"total": sum(parts.values())}
 
 
+def _sharded(parallel: ParallelConfig, weights: int, states: int, largest: int) -> dict[str, int]:
+    """Weights, gradients and optimizer state when data ranks share them (arXiv 1910.02054).
+
+    In a pipeline the gradients are reduced after the last micro-batch, so all of them are held until then, whatever is
+    shared. Full sharding keeps two layers whole: the one that computes, and the next one on its way.
+    """
+    shard, d = parallel.shard, parallel.data
+    gradients_shared = shard in ("gradients", "full") and parallel.stages == 1
+    return {
+        "weights": min(weights, ceil(weights / d) + 2 * largest) if shard == "full" else weights,
+        "gradients": ceil(weights / d) if gradients_shared else weights,
+        "optimizer": states * (weights if shard == "none" else ceil(weights / d)),
+    }
+
+
 def micro_batch(config: RootConfig) -> int:
-    """B: sequences that a stage takes at once."""
-    return config.train.global_batch // (config.train.accumulate * config.parallel.chunks)
+    """B: sequences that a stage takes at once: global_batch = data x accumulate x chunks x B."""
+    return config.train.global_batch // (config.parallel.data * config.train.accumulate * config.parallel.chunks)
 
 
-def _activations(config: RootConfig, layers: list[LayerSpec], held: float) -> int:
+def _activations(config: RootConfig, moment: Moment) -> int:
     """Held micro-batches times what the layers keep; checkpointed ones keep the input of each unit that is recomputed
     together, and one unit at a time is whole again in its backward."""
     parallel = config.parallel
-    full = sum(_layer_bytes(config, layer) for layer in layers)
-    if parallel.checkpoint == "never":
-        return ceil(held * full)
-    units = _recomputed_units(parallel, layers)
-    recomputed = {layer.name for unit in units for layer in unit}
-    kept = sum(_layer_bytes(config, unit[0], checkpointed=True) for unit in units)
-    kept += sum(_layer_bytes(config, layer) for layer in layers if layer.name not in recomputed)
-    one_unit = max((sum(_layer_bytes(config, layer) for layer in unit) for unit in units), default=0)
-    whole = min(held, 1) if parallel.checkpoint == "except_last" else 0  # the last micro-batch is not checkpointed
-    return ceil(whole * full + (held - whole) * kept + one_unit)
+    total, one_unit = 0.0, 0
+    for layers, held in moment:
+        full = sum(_layer_bytes(config, layer) for layer in layers)
+        if parallel.checkpoint in (
+            "never",
+            "selective",
+        ):  # fused attention keeps no scores
+            total += held * full
+            continue
+        units = _recomputed_units(parallel, layers)
+        recomputed = {layer.name for unit in units for layer in unit}
+        kept = sum(_layer_bytes(config, unit[0], checkpointed=True) for unit in units)
+        kept += sum(_layer_bytes(config, layer) for layer in layers if layer.name not in recomputed)
+        one_unit = max([one_unit, *(sum(_layer_bytes(config, layer) for layer in unit) for unit in units)])
+        whole = min(held, 1) if parallel.checkpoint == "except_last" else 0  # the last micro-batch is not checkpointed
+        total += whole * full + (held - whole) * kept
+    return ceil(total + one_unit)
 
 
 def _layer_bytes(config: RootConfig, layer: LayerSpec, checkpointed: bool = False) -> int:
-    train = config.train
-    return activation_bytes(layer, config.model, micro_batch(config), train.sequence, train.precision, checkpointed)
+    train, parallel = config.train, config.parallel
+    return rank_activation_bytes(
+        layer,
+        config.model,
+        micro_batch(config),
+        train.sequence,
+        train.precision,
+        checkpointed,
+        parallel.tensor,
+        parallel.sequence_parallel,
+    )
 
 
 def _recomputed_units(parallel: ParallelConfig, layers: list[LayerSpec]) -> list[list[LayerSpec]]:
@@ -100,7 +136,7 @@ def _logits(config: RootConfig, layers: list[LayerSpec], held: float) -> int:
     loss = 8 if config.train.precision == "float64" else 4
     logits = 2 if config.train.precision == "bfloat16" else loss
     kept = loss + (logits if config.parallel.engine == "torch" else 0)
-    number = micro_batch(config) * config.train.sequence * config.model.vocabulary
+    number = micro_batch(config) * config.train.sequence * config.model.vocabulary // config.parallel.tensor
     return number * (ceil(held) * kept + 2 * loss)
 
 
@@ -122,12 +158,14 @@ def _messages(config: RootConfig, layers: list[LayerSpec], held: int) -> int:
     return ceil(message * (inputs + outputs_and_gradients))
 
 
-def _workspace(config: RootConfig, layers: list[LayerSpec], parts: dict[str, int]) -> int:
-    """Temporary tensors: the gradients of one layer before they are added up; on CPU also the holes that malloc leaves
-    between tensors of many sizes, measured as 13 to 28 % of a GPT's activations (glibc 2.36)."""
+def _workspace(config: RootConfig, layers: list[LayerSpec]) -> int:
+    """Temporary tensors: the gradients of one layer before they are added up. On CPU also the holes that malloc (glibc
+    2.36) leaves between tensors of many sizes: measured 0.6 to 2.2 times the activations of one micro-batch, and next
+    to nothing when every tensor has pages of its own (MALLOC_MMAP_THRESHOLD_, 10 to 20 % slower)."""
     weight = 8 if config.train.precision == "float64" else 4
     one_layer = max(weight * sum(map(prod, layer.parameters.values())) for layer in layers)
-    return one_layer + (parts["activations"] // 4 if config.hardware.device == "cpu" else 0)
+    holes = 3 * sum(_layer_bytes(config, layer) for layer in layers) // 2 if config.hardware.device == "cpu" else 0
+    return one_layer + holes
 
 
 def machine_memory_bytes(root: str = "/") -> int:

@@ -11,6 +11,7 @@ from models.describe import LayerSpec, describe
 from pipeline.partition import rank_of_stage, split_stages
 from planning.layers import Cost, LayerCost, layer_cost
 from planning.links import Links, links
+from planning.memory import micro_batch
 from planning.rates import Rates, rates
 from planning.stack import Stack
 from planning.steady import Flush, flush
@@ -99,12 +100,6 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
     return StageTimes(
         stages, recomputed, gather, stack.action_overhead_s, message / paths.stage.bytes_per_s, paths.stage.latency_s
     )
-
-
-def micro_batch(config: RootConfig) -> int:
-    """Sequences that a stage takes at once: global_batch = data x accumulate x chunks x micro-batch."""
-    parallel, train = config.parallel, config.train
-    return train.global_batch // (parallel.data * train.accumulate * parallel.chunks)
 
 
 def weight_bytes(config: RootConfig, stack: Stack) -> int:
