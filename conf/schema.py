@@ -169,11 +169,21 @@ class VerifyRootConfig(RootConfig):
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
 
+@dataclass(slots=True)
+class PlanRootConfig(RootConfig):
+    """The whole of plan.py's configuration: train.py's, and what to plan."""
+
+    stack: str = "torch"  # software whose habits are predicted: torch = this project; planning/stack.py lists them
+    points: Optional[str] = None  # a table of layouts, one a row, to predict in place of one plan (planning/points.py)
+    output: Optional[str] = None  # the file to write; null = experiments/plans/…json, or beside the table
+
+
 def register() -> None:
     """Put the schemas where the defaults lists look for them: in Hydra's ConfigStore. May be repeated."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=RootConfig)
+    ConfigStore.instance().store(name="plan_schema", node=PlanRootConfig)
     ConfigStore.instance().store(name="verify_schema", node=VerifyRootConfig)
 
 
