@@ -131,10 +131,26 @@ def solve_placed(problem: Problem, max_nodes: int) -> Cut:
     lower = _root_bound(search)
     best, lower = _narrow(search, lambda limit: (limit, cap), _slowest, best, lower, max_nodes)
     value = _slowest(problem, best)
-    # evenly sized stages wait less for each other: the costs of ranks alone do not tell
-    best = _improve(problem, best, lambda p, counts: (max(_slowest(p, counts), value), _squares(p, counts)))
+    best = more_even(problem, best)
     slowest = max(rank_costs(problem, best))
     return Cut(best, slowest if lower >= value else lower / problem.scale * (1 - 1e-12))
+
+
+def more_even(problem: Problem, counts: list[int], slack: float = 0.0) -> list[int]:
+    """A cut whose stages are more even, its slowest rank within 1 + slack of this cut's (a local search).
+
+    Stages of even size wait less for each other, which the costs of ranks do not tell.
+    """
+    limit = int(_slowest(problem, counts) * (1 + slack))
+
+    def measure(problem: Problem, tried: list[int]) -> tuple[int, int]:
+        return max(_slowest(problem, tried), limit), _squares(problem, tried)
+
+    best = _improve(problem, counts, measure)
+    even = _start(problem)
+    if problem.cap_bytes is None or _fullest(problem, even) <= problem.cap_bytes:
+        best = min(best, _improve(problem, even, measure), key=lambda tried: measure(problem, tried))
+    return best
 
 
 def least_memory_placed(problem: Problem, max_nodes: int) -> tuple[list[int], int]:
