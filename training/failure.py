@@ -31,7 +31,7 @@ OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "Default
 # broken connection can end in
 KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # seconds within which a kill counts as the first event: the ranks that outlive SIGTERM are killed later than this
-KILL_WINDOW_S = 3.0
+KILL_WINDOW_S = 2.0
 
 
 @dataclass
@@ -51,6 +51,11 @@ class RankError:
         return self.type in VICTIM_TYPES or any(text.lower() in self.message.lower() for text in VICTIM_MESSAGES)
 
     @property
+    def is_stall(self) -> bool:
+        """True for training.watch's report of a hang: it has looked at every rank."""
+        return self.type == "StallError"
+
+    @property
     def is_out_of_memory(self) -> bool:
         """True for an allocation that failed, on the accelerator or in the machine's memory."""
         known = self.type in ("OutOfMemoryError", "MemoryError")
@@ -59,6 +64,8 @@ class RankError:
     @property
     def headline(self) -> str:
         """One line: which rank, and what happened to it."""
+        if self.is_stall:
+            return f"stalled: {self.message.strip().partition(chr(10))[0]}"
         if self.type:
             first_line = self.message.strip().partition("\n")[0]
             return f"rank {self.rank} failed: {self.type}: {first_line}".removesuffix(": ")
@@ -104,6 +111,7 @@ def root_cause(run_dir: str | Path, exits: dict[int, tuple[int, float]]) -> Rank
             recorded.append(error)
     first = min(error.time for error in recorded + silent)
     candidates = (
+        [e for e in recorded if e.is_stall],
         [e for e in silent if -e.exit_code in KILLS and e.time < first + KILL_WINDOW_S],
         [e for e in recorded if not e.is_victim],
         [e for e in silent if e.exit_code != -signal.SIGTERM and -e.exit_code not in KILLS],

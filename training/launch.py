@@ -30,7 +30,7 @@ from training.record import finish_failed, read_result
 REPOSITORY = Path(__file__).resolve().parent.parent
 PARENT_PID = "TRAIN_PARENT_PID"  # set for the ranks that launch() starts; absent under torchrun
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SHUTDOWN_S = 5  # after one rank failed, the others have this long before they are killed
+SHUTDOWN_S = 3  # after one rank failed, the others have this long before they are killed
 SECOND_SIGNAL_S = 0.5  # `timeout` and terminals send one request twice: what follows sooner is the same request
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -78,11 +78,22 @@ def guard(run_dir: str | Path, rank: int) -> Iterator[None]:
             sys.stderr.flush()
             os._exit(0)
     except Exception as exception:
-        error = record_error(run_dir, rank, exception)
-        if PARENT_PID not in os.environ and not (error.is_victim and read_result(run_dir)):
-            report(error, run_dir)
-            _finish(run_dir, error)
+        _record(run_dir, rank, exception)
         sys.exit(1)
+
+
+def end(run_dir: str | Path, rank: int, exception: Exception) -> None:
+    """What guard() does with an exception, at once and from any thread."""
+    _record(run_dir, rank, exception)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _record(run_dir: str | Path, rank: int, exception: Exception) -> None:
+    error = record_error(run_dir, rank, exception)
+    if PARENT_PID not in os.environ and not (error.is_victim and read_result(run_dir)):
+        report(error, run_dir)
+        _finish(run_dir, error)
 
 
 def agree_on_folder(store: Any, rank: int, run_dir: str | None) -> str:
@@ -128,8 +139,9 @@ def report(error: RankError, run_dir: str | Path) -> None:
     """Print the root cause: one line, the rank's own traceback, where its log is."""
     log = Path(run_dir) / "logs" / f"rank_{error.rank}.log"
     lines = [f"\n{error.headline}"]
-    if error.traceback:
-        lines.append(error.traceback.rstrip())
+    details = error.message.partition("\n")[2] if error.is_stall else error.traceback.rstrip()
+    if details:
+        lines.append(details)
     if log.exists():
         lines.append(f"log of rank {error.rank}: {log}")
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from training.watch import Board
 
 
 @dataclass
@@ -20,13 +24,29 @@ class Ranks:
     local_rank: int
     device: torch.device
     memory_baseline: int = 0  # bytes resident when this rank was ready to build its model
+    board: Board | None = None  # where it shows what it does, when there are others to see it
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64; every rank gets it."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world > 1:
-            dist.all_reduce(total)
+            with self.together("the sum of the step's figures"):
+                dist.all_reduce(total)
+                return total.tolist()
         return total.tolist()
+
+    @contextmanager
+    def together(self, label: str) -> Iterator[None]:
+        """Around something that this rank cannot finish without the others."""
+        if self.board is not None:
+            self.board.reduces(label)
+        yield
+        self.works("the step")
+
+    def works(self, label: str) -> None:
+        """From here on this rank is on its own."""
+        if self.board is not None:
+            self.board.works(label)
 
     def gather(self, value: float) -> list[float]:
         """The value of every rank, in rank order, on every rank."""
@@ -64,7 +84,7 @@ def _status_bytes(key: str) -> int:
 def start(device_kind: str, store: dist.Store | None, rank: int, world: int, timeout_s: float) -> Ranks:
     """Joins the process group (gloo on CPU, NCCL on CUDA) when there is more than one rank.
 
-    `timeout_s`: how long a rank waits for another before the run ends with an error.
+    `timeout_s`: how long a rank waits for another before torch gives up: longer than the watchdog, which can say why.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     device = torch.device("cuda", local_rank) if device_kind == "cuda" else torch.device("cpu")

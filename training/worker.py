@@ -20,8 +20,11 @@ from training.data import Corpus
 from training.loop import Trainer, train
 from training.ranks import Ranks, start
 from training.record import Recorder
+from training.watch import Board, Watchdog
 
 log = logging.getLogger("training")
+
+WATCHDOG_FIRST_S = 30.0  # torch gives up this much later than the watchdog, which says why
 
 
 def main(run_dir: str | None) -> None:
@@ -40,7 +43,11 @@ def main(run_dir: str | None) -> None:
         _log_to_file(Path(run_dir), rank)
         config = from_dict(json.loads(Path(run_dir, "resolved.json").read_text()))
         corpus = Corpus.from_dict(json.loads(Path(run_dir, "corpus.json").read_text()))
-        ranks = start(config.hardware.device, store, rank, world, config.train.stall_timeout_s)
+        timeout_s = config.train.stall_timeout_s
+        ranks = start(config.hardware.device, store, rank, world, timeout_s + WATCHDOG_FIRST_S)
+        if world > 1:
+            ranks.board = Board(Path(run_dir), rank)
+            Watchdog(ranks.board, Path(run_dir), world, timeout_s, lambda error: launch.end(run_dir, rank, error))
         try:
             _run(config, corpus, Path(run_dir), ranks, stop)
         finally:

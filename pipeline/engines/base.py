@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from pipeline.engines.clock import Clock
+
 NamedLayers = list[tuple[str, nn.Module]]
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], targets [B, T] -> sum over tokens, a scalar
 
@@ -115,6 +117,7 @@ class Engine:
         self.needs_inputs = 0 in self.stages
         self.needs_targets = num_stages - 1 in self.stages
         self.scale = 1.0
+        self.clock = Clock()
 
     def step(self, batch: Batch, scale: float) -> Tensor:
         """Forward and backward of one flush; gradients are added up.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.engines.base import Batch, Engine, Stage
-from pipeline.engines.torch_runtime import Clock, RunnableStage, Runtime
+from pipeline.engines.torch_runtime import RunnableStage, Runtime
 from pipeline.schedule import Action, Schedule
 
 
@@ -37,7 +37,6 @@ class TorchEngine(Engine):
         super().__init__(stages, num_stages=schedule.num_stages, chunks=schedule.chunks, **common)
         self.schedule, self.boundary, self.dtype, self.device = schedule, boundary, dtype, device
         self.group = group if group is not None else dist.group.WORLD
-        self.clock = Clock()
         self._runtimes: dict[tuple[int, int, bool], Runtime] = {}
 
     def exchange(self, tensor: Tensor) -> Tensor:
