@@ -163,7 +163,7 @@ def _workspace(config: RootConfig, layers: list[LayerSpec]) -> int:
     2.36) leaves between tensors of many sizes: measured 0.6 to 2.2 times the activations of one micro-batch, and next
     to nothing when every tensor has pages of its own (MALLOC_MMAP_THRESHOLD_, 10 to 20 % slower)."""
     weight = 8 if config.train.precision == "float64" else 4
-    one_layer = max(weight * sum(map(prod, layer.parameters.values())) for layer in layers)
+    one_layer = weight * max((tensor_elements(layer, config.parallel.tensor) for layer in layers), default=0)
     holes = 3 * sum(_layer_bytes(config, layer) for layer in layers) // 2 if config.hardware.device == "cpu" else 0
     return one_layer + holes
 
