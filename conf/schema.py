@@ -147,7 +147,7 @@ class RootConfig:
     data: DataConfig = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
     preflight: bool = True  # refuse to start when the machine's memory cannot hold the run
-    profile: Any = False  # true: measure each kind of layer and print it before the run; a path: take that profile
+    profile: Any = False  # true: measure each kind of layer anew and print it before the run; a path: take that profile
     resume_sweep: bool = False  # -m: run only the jobs that have no completed run with the same overrides
 
 

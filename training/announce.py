@@ -76,13 +76,14 @@ def split_line(split: Certificate) -> str:
     def cost(value: float) -> str:
         return f"{1e3 * value:.4g} ms" if split.unit == "seconds" else f"{value:.4g} {split.unit}"
 
-    proven = "proven best" if split.gap == 0 else f"{split.gap:.1%} over the bound of {cost(split.lower_bound)}"
-    whose = "measured" if split.method == "time" else "predicted"
+    proven = "proven best" if split.gap == 0 else f"{split.gap:.2%} over the bound of {cost(split.lower_bound)}"
+    whose = ""
+    if split.unit == "seconds":
+        whose = " a micro-batch " + ("measured" if split.method == "time" else "predicted")
     balance = str(split.balance).replace(" ", "")
     text = (
         f"split      {split.method}: parallel.balance={balance}; slowest is rank {split.slowest_rank}, "
-        f"{cost(split.costs[split.slowest_rank])} a micro-batch {whose}, {proven}; balance efficiency "
-        f"{split.efficiency:.1%}"
+        f"{cost(split.costs[split.slowest_rank])}{whose}, {proven}; balance efficiency {split.efficiency:.1%}"
     )
     if split.cap_bytes is not None:
         text += f"; fullest rank {gib(max(split.bytes))} of a cap of {gib(split.cap_bytes)}"

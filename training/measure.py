@@ -53,9 +53,9 @@ def profile_key(config: RootConfig) -> dict:
 
 
 def find_or_measure(config: RootConfig) -> Profile:
-    """The profile of a resolved configuration; measured when there is none in the cache (a few seconds a kind).
+    """The profile of a resolved configuration; measured (a few seconds a kind) when there is none in the cache.
 
-    With profile=PATH that file is taken. ValueError: it is not there, is no profile, or is one of other work.
+    profile=true: measured anew. profile=PATH: that file is taken. ValueError: it is not there, is no profile, or is one of other work.
     """
     key = profile_key(config)
     if isinstance(config.profile, str):
@@ -70,7 +70,7 @@ def find_or_measure(config: RootConfig) -> Profile:
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # jobs and ranks that start together measure once
-        if not path.exists():
+        if not path.exists() or config.profile:
             _measure_in_child(config, path, key["threads"])
         return Profile.load(path)
 

@@ -20,6 +20,7 @@ from conf.schema import RootConfig, VerifyConfig, to_dict
 from models.describe import describe, num_parameters
 from pipeline.partition import num_ranks
 from pipeline.schedule import SCHEDULES, make_schedule
+from planning.balance import resolved_balance
 from planning.memory import machine_memory_bytes
 from training.announce import gib
 from training.front import Refused, one_line
@@ -103,7 +104,9 @@ def whole(typed: RootConfig, options: VerifyConfig) -> RootConfig:
     config.train.steps = config.train.steps or 1  # one is taken, whatever the run's length
     config = resolve(config, device="cpu")
     check(config)
-    return config
+    if config.parallel.balance == "time":
+        config.parallel.balance = "auto"  # any cut has the same gradients: nothing is measured for it
+    return resolved_balance(config)[0]
 
 
 def matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
