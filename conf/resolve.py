@@ -20,6 +20,10 @@ CPU_SEQUENCE = 128  # tokens
 CPU_VALIDATE_SEQUENCES = 256
 CPU_EFFICIENCY = 0.5  # of the peak of all cores, in whole training steps
 CPU_BUDGET = 2 / 3  # of max_minutes: what a run is sized for, since the estimate is rough
+# A run of some hundred steps learns more at a higher rate, given a warm-up: gpt_tiny in 300 steps to 2.16 nats a token
+# at 3e-3, to 2.28 at 1.2e-3 (python_source, one run each).
+SHORT_RUN_RATE = 2.5
+SHORT_RUN_WARMUP = 10  # steps
 # A run on accelerators.
 ACCELERATOR_STEPS = 100_000
 ACCELERATOR_SEQUENCE = 2048  # tokens
@@ -223,7 +227,10 @@ def _resolve_optimizer(config: RootConfig) -> None:
     if optimizer.learning_rate is None and optimizer.name == "adamw":
         from models.describe import describe, num_parameters
 
-        optimizer.learning_rate = adam_learning_rate(num_parameters(describe(config.model)))
+        rate = adam_learning_rate(num_parameters(describe(config.model)))
+        if config.hardware.device == "cpu" and optimizer.warmup_steps >= SHORT_RUN_WARMUP:
+            rate *= SHORT_RUN_RATE
+        optimizer.learning_rate = float(f"{rate:.1e}")
 
 
 def adam_learning_rate(parameters: int) -> float:
