@@ -11,6 +11,7 @@ from models.describe import LayerSpec, describe
 from models.loss import token_loss
 from pipeline.engines.base import Engine, Stage
 from pipeline.partition import rank_of_stage, split_stages
+from pipeline.schedule import make_schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # of weights and messages
 
@@ -23,6 +24,21 @@ def tied_parameters(layers: list[LayerSpec]) -> dict[str, str]:
 def canonical_order(layers: list[LayerSpec]) -> list[str]:
     """Every parameter of the model in layer order, a tied one once, by its owner's name."""
     return [name for layer in layers for name in layer.parameters if name not in layer.tied]
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The class behind `parallel.engine`; the first call imports its library."""
+    if name == "single":
+        from pipeline.engines.single import SingleEngine
+
+        return SingleEngine
+    if name == "fairscale":
+        from pipeline.engines.fairscale_engine import FairscaleEngine
+
+        return FairscaleEngine
+    from pipeline.engines.torch_engine import TorchEngine
+
+    return TorchEngine
 
 
 def build_engine(
@@ -44,22 +60,14 @@ def build_engine(
         "loss": token_loss,
         "tied": tied_parameters(layers),
     }
+    engine = engine_class(parallel.engine)
     if parallel.engine == "single":
-        from pipeline.engines.single import SingleEngine
-
-        return SingleEngine(stages, num_stages=1, chunks=parallel.chunks, **common)
+        return engine(stages, num_stages=1, chunks=parallel.chunks, **common)
     if parallel.engine == "fairscale":
-        from pipeline.engines.fairscale_engine import FairscaleEngine
-
         cuda = device.type == "cuda"
         devices = [torch.device("cuda", index) if cuda else device for index in range(parallel.stages)]
-        return FairscaleEngine(
-            stages, devices=devices, checkpoint=parallel.checkpoint, chunks=parallel.chunks, **common
-        )
-    from pipeline.engines.torch_engine import TorchEngine
-    from pipeline.schedule import make_schedule
-
-    return TorchEngine(
+        return engine(stages, devices=devices, checkpoint=parallel.checkpoint, chunks=parallel.chunks, **common)
+    return engine(
         stages,
         schedule=make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave),
         boundary=(config.train.sequence, config.model.hidden),

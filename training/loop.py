@@ -13,7 +13,7 @@ from models.describe import describe, model_flops_per_token
 from models.dropout import sample_keys
 from pipeline.engines.base import Batch, Engine
 from training import imbalance
-from training.build import build_engine, canonical_order
+from training.build import build_engine, canonical_order, engine_class
 from training.data import Batches, Corpus
 from training.optimizer import clip_, global_norm, learning_rate, make_optimizer
 from training.progress import Progress
@@ -49,6 +49,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config, ranks = self.config, self.ranks
+        engine_class(config.parallel.engine)  # what its library takes is not the model's
         ranks.start_counting_memory()
         self.engine: Engine = build_engine(config, rank=ranks.rank, device=ranks.device)
         self.engine.clock.board = ranks.board
