@@ -87,6 +87,8 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
     finally:
         if jobs and jobs[0].number is not None:
             print("\n" + sweep.table(jobs))
+            if interrupted:
+                print("interrupted: the same command with resume_sweep=true runs what is missing")
     statuses = [job.result["status"] for job in jobs]
     if interrupted or any(job.interrupted for job in jobs):
         return EXIT_STOPPED

@@ -39,9 +39,9 @@ def swept(overrides: Sequence[str]) -> dict[str, str]:
 
     typed = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(typed)
-    constant = {override.get_key_element() for override in parsed if not override.is_sweep_override()}
+    varies = {override.get_key_element(): override.is_sweep_override() for override in parsed}  # the last one counts
     pairs = [override.partition("=")[::2] for override in overrides]
-    pairs = [(key.lstrip("+~"), value) for key, value in pairs if key not in constant]
+    pairs = [(key.lstrip("+~"), value) for key, value in pairs if varies.get(key, True)]
     last = [key.rpartition(".")[2] for key, _ in pairs]
     return {short if last.count(short) == 1 else key: value for short, (key, value) in zip(last, pairs, strict=True)}
 
@@ -55,7 +55,7 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
 def find_completed(experiment: Path, overrides: Sequence[str]) -> Path | None:
     """The newest run folder of this experiment that ended well with the same overrides, or None."""
     wanted = _identity(overrides)
-    for run_dir in sorted(experiment.iterdir(), reverse=True) if experiment.is_dir() else []:
+    for run_dir in sorted(filter(Path.is_dir, experiment.glob("*")), reverse=True):
         result = read_result(run_dir)
         if result and ended_well(result) and _identity(read_overrides(run_dir)) == wanted:
             return run_dir

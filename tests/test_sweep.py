@@ -1,0 +1,171 @@
+"""Sweeps: every job is recorded, whatever becomes of it; names that a person reads; the table; what is run again."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from commands import FAKE_TRAIN, SMALL, TRAIN, processes_in, run, start, wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training import sweep
+from training.record import read_result
+from training.sweep import Job
+
+
+@pytest.fixture
+def cwd(tmp_path):
+    yield tmp_path
+    assert processes_in(tmp_path) == []
+
+
+def jobs(cwd: Path, name: str = "runs") -> dict[str, dict]:
+    """Folder's name without its time -> result.json."""
+    folders = sorted(path for path in (cwd / "experiments" / name).iterdir() if path.is_dir())
+    return {path.name.split("_", 2)[2]: read_result(path) for path in folders}
+
+
+def rows(printed: str) -> list[list[str]]:
+    """The table's cells; columns are two spaces apart or more."""
+    lines = printed[printed.index("\njob  ") :].strip().partition("\ninterrupted")[0].splitlines()
+    starts = [i for i, c in enumerate(lines[0]) if c != " " and (i == 0 or lines[0][i - 2 : i] == "  ")]
+    return [[line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)] for line in lines]
+
+
+# --- the whole of it, with real runs ---
+
+
+def test_a_sweep_with_every_kind_of_job_and_what_is_missing_afterwards(cwd):
+    swept = ["parallel=single", "optimizer.learning_rate=1e-3,1e30", "train.accumulate=1,3", "train.steps=4"]
+    first = run(*TRAIN, "-m", *SMALL, *swept, cwd=cwd)
+    assert first.returncode == 1, first.stderr
+    found = jobs(cwd)
+    assert list(found) == [
+        "00_learning_rate=0.001_accumulate=1",
+        "01_learning_rate=0.001_accumulate=3",
+        "02_learning_rate=1e+30_accumulate=1",
+        "03_learning_rate=1e+30_accumulate=3",
+    ]
+    assert [result["status"] for result in found.values()] == ["completed", "invalid", "failed", "invalid"]
+    errors = [result.get("error", "") for result in found.values()]
+    assert "not divisible by train.accumulate=3" in errors[1] and "NonFinite" in errors[2]
+    header, *table = rows(first.stdout)
+    assert header == ["job", "learning_rate", "accumulate", "status", "loss", "tokens/s", "step time", "peak memory"]
+    assert [row[:4] for row in table] == [
+        ["0", "0.001", "1", "completed"],
+        ["1", "0.001", "3", "invalid"],
+        ["2", "1e+30", "1", "failed"],
+        ["3", "1e+30", "3", "invalid"],
+    ]
+    assert table[0][4] == f"{found['00_learning_rate=0.001_accumulate=1']['loss']:.4f}" and all(table[0])
+
+    # each job, also one that never started, is a session of TensorBoard's HParams
+    for folder in (cwd / "experiments" / "runs").glob("*_0*"):
+        assert len(EventAccumulator(str(folder)).Reload().PluginTagToContent("hparams")) == 2
+
+    swept[1] = "optimizer.learning_rate=1e-3,2e-3"
+    second = run(*TRAIN, "-m", *SMALL, *swept, "resume_sweep=true", cwd=cwd)
+    assert second.returncode == 1, second.stderr
+    assert [row[3] for row in rows(second.stdout)[1:]] == ["completed (earlier)", "invalid", "completed", "invalid"]
+    assert rows(second.stdout)[1] == [*table[0][:3], "completed (earlier)", *table[0][4:]]
+    assert len(list((cwd / "experiments" / "runs").glob("*_00_*"))) == 1, "no folder for what is not run"
+
+
+# --- with a worker that does not train ---
+
+
+def test_figures_of_a_clean_sweep_and_its_exit_code(cwd):
+    done = run(*FAKE_TRAIN, "-m", *SMALL, "parallel.stages=1,2", "name=mine", cwd=cwd)
+    assert done.returncode == 0
+    assert list(jobs(cwd, "mine")) == ["00_stages=1", "01_stages=2"]
+    assert rows(done.stdout)[1][:3] == ["0", "1", "completed"]
+
+
+def test_two_sweeps_side_by_side_do_not_meet(cwd):
+    both = [start(*FAKE_TRAIN, "-m", *SMALL, "parallel.stages=1,2", cwd=cwd) for _ in range(2)]
+    assert [process.communicate(timeout=60) and process.returncode for process in both] == [0, 0]
+    assert len(jobs(cwd)) == 4 or len(list((cwd / "experiments" / "runs").glob("*stages*"))) == 4
+    assert all(result["status"] == "completed" for result in jobs(cwd).values())
+
+
+def test_ctrl_c_ends_the_sweep_and_says_what_was_done(cwd):
+    process = start(*FAKE_TRAIN, "-m", *SMALL, "train.seed=0,1,2", cwd=cwd, FAKE="steps")
+    wait_for(lambda: len(list(cwd.glob("experiments/runs/*/ready_*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert [(name, result["status"]) for name, result in jobs(cwd).items()] == [("00_seed=0", "stopped")]
+    assert [row[:3] for row in rows(output)[1:]] == [["0", "0", "stopped"]]
+    assert "resume_sweep=true" in output
+
+
+def test_an_experiment_that_is_a_sweep(cwd):
+    done = run(*FAKE_TRAIN, "-m", "+experiment=chunks_x_stages", "data=synthetic", cwd=cwd, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = list(jobs(cwd, "chunks_x_stages"))
+    assert len(names) == 9 and names[0] == "00_stages=1_chunks=2" and names[8] == "08_stages=4_chunks=8"
+
+
+def test_what_hydra_cannot_compose_starts_nothing(cwd):
+    done = run(*TRAIN, "-m", *SMALL, "model=gpt_tiny,nope", cwd=cwd)
+    assert done.returncode == 2 and "gpt_124m" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert [path.name for path in cwd.rglob("*") if path.is_file()] == ["multirun.yaml"]
+
+
+# --- names, matching, table ---
+
+
+@pytest.mark.parametrize(
+    "typed, job, name",
+    [
+        (["-m", "a.b=1,2", "c=3"], ["a.b=1", "c=3"], "07_b=1"),
+        (["-m", "model=x,y"], ["model=x"], "07_model=x"),
+        (["-m", "a.name=1,2", "b.name=1,2"], ["a.name=1", "b.name=2"], "07_a.name=1_b.name=2"),
+        (["-m", "parallel.balance=[4,4],[3,5]"], ["parallel.balance=[4,4]"], "07_balance=-4-4-"),
+        (["-m", "data.path=/a/b.txt,../c"], ["data.path=/a/b.txt"], "07_path=-a-b.txt"),
+        (["-m", "a=range(0,3)"], ["a=1"], "07_a=1"),
+        (["-m", "+experiment=e", "b=1"], ["+experiment=e", "parallel.stages=4", "b=1"], "07_stages=4"),
+    ],
+)
+def test_job_names(typed, job, name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", *typed])
+    assert sweep.job_name(7, job) == name.strip("-")
+
+
+def test_names_are_bounded(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "a=x,y"])
+    assert len(sweep.job_name(7, ["a=" + 500 * "x"])) <= 130
+
+
+def finished(folder: Path, overrides: list[str], **result) -> Path:
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_which_runs_need_not_be_repeated(tmp_path):
+    wanted = ["a=1", "b=2", "resume_sweep=true"]
+    assert sweep.find_completed(tmp_path / "none", wanted) is None
+    finished(tmp_path / "1", ["a=1", "b=2"], status="failed")
+    finished(tmp_path / "2", ["a=1", "b=2"], status="stopped", reason="signal")
+    finished(tmp_path / "3", ["a=1"], status="completed")
+    (tmp_path / "4").mkdir()
+    assert sweep.find_completed(tmp_path, wanted) is None
+    by_time = finished(tmp_path / "5", ["b=2", "a=1"], status="stopped", reason="max_minutes")
+    assert sweep.find_completed(tmp_path, wanted) == by_time
+    latest = finished(tmp_path / "6", ["a=1", "b=2", "resume_sweep=true"], status="completed")
+    assert sweep.find_completed(tmp_path, wanted) == latest
+
+
+def test_the_table_shows_what_is_there(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "a.b=1,2"])
+    full = {"status": "completed", "loss": 2.5, "tokens_per_s": 12345.6, "step_time_s": 0.25}
+    full["peak_memory_bytes"] = [3 * 2**30, 2**30]
+    made = [Job(Path("x"), ["a.b=1"], 0, full), Job(Path("y"), ["a.b=2"], 1, {"status": "failed", "loss": "nan"})]
+    assert sweep.table(made).splitlines() == [
+        "job  b  status     loss    tokens/s  step time  peak memory",
+        "0    1  completed  2.5000  12,346    0.250 s    3.00 GiB",
+        "1    2  failed     nan",
+    ]
