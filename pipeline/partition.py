@@ -40,7 +40,8 @@ def certify(problem: Problem, cut: Cut, names: list[str], *, method: str, unit: 
     ends = bounds(counts)
     stages = [names[first:end] for first, end in zip(ends, ends[1:], strict=False)]
     assert len(stages) == len(ranks) and all(stages), f"{counts}: a stage is empty, or one too many"
-    assert [name for stage in stages for name in stage] == names, f"{counts}: not every layer exactly once"
+    once = ends[-1] == len(names) and [name for stage in stages for name in stage] == names
+    assert once, f"{counts}: not every one of {len(names)} layers exactly once"
     layers: list[list[str]] = [[] for _ in range(problem.num_ranks)]
     for rank, stage in zip(ranks, stages, strict=True):
         layers[rank] += stage

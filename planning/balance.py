@@ -104,13 +104,12 @@ def layer_bytes(config: RootConfig, specs: list[LayerSpec]) -> tuple[list[int], 
             held[spec.kind] = two - one
             fixed[spec.kind] = one - (two - one) - (once if spec.kind == "block" else 0)
     interval = config.parallel.checkpoint_interval
-    if once and interval > 1:  # a unit of several blocks keeps one input
-        held["block"] = -(-held["block"] // interval)
-    return [fixed[spec.kind] for spec in specs], [held[spec.kind] for spec in specs], once * _interval(config)
-
-
-def _interval(config: RootConfig) -> int:
-    return max(1, config.parallel.checkpoint_interval)
+    if once:  # a unit of several blocks keeps one input
+        each = -(-held["block"] // interval)
+        if config.parallel.checkpoint == "except_last":  # of the last micro-batch every block keeps all
+            fixed["block"] += held["block"] - each
+        held["block"] = each
+    return [fixed[spec.kind] for spec in specs], [held[spec.kind] for spec in specs], once * interval
 
 
 def _unit_bytes(config: RootConfig, specs: list[LayerSpec]) -> int:

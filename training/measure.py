@@ -55,7 +55,8 @@ def profile_key(config: RootConfig) -> dict:
 def find_or_measure(config: RootConfig) -> Profile:
     """The profile of a resolved configuration; measured (a few seconds a kind) when there is none in the cache.
 
-    profile=true: measured anew. profile=PATH: that file is taken. ValueError: it is not there, is no profile, or is one of other work.
+    profile=true: measured anew. profile=PATH: that file is taken. ValueError: it is not there, is no profile, or is one
+    of other work.
     """
     key = profile_key(config)
     if isinstance(config.profile, str):
