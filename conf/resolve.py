@@ -27,7 +27,7 @@ SHORT_RUN_WARMUP = 10  # steps
 # A run on accelerators.
 ACCELERATOR_STEPS = 100_000
 ACCELERATOR_SEQUENCE = 2048  # tokens
-ACCELERATOR_MICRO_BATCH = 8192  # tokens: large enough to fill the device
+ACCELERATOR_MICRO_BATCH = 8192  # tokens: large enough to fill the device, fewer above a width of 4,096
 ACCELERATOR_VALIDATE_SEQUENCES = 512
 
 VALIDATIONS = 4  # a run
@@ -190,7 +190,8 @@ def _resolve_accelerator_run(config: RootConfig) -> None:
     train = config.train
     unit = _batch_unit(config)
     train.sequence = train.sequence or min(ACCELERATOR_SEQUENCE, config.model.positions)
-    train.global_batch = train.global_batch or unit * max(1, ACCELERATOR_MICRO_BATCH // train.sequence)
+    tokens = min(ACCELERATOR_MICRO_BATCH, ACCELERATOR_MICRO_BATCH * 4096 // config.model.hidden)
+    train.global_batch = train.global_batch or unit * max(1, tokens // train.sequence)
     _resolve_steps(config, ACCELERATOR_STEPS)
     if train.validate_sequences is None:
         flush = max(1, train.global_batch // train.accumulate)
