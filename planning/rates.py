@@ -55,16 +55,15 @@ def rates(hardware: HardwareConfig, precision: str, ranks_here: int = 1) -> Rate
     """The rates of one rank. ranks_here: ranks of this run on one machine; on CPU they share its cores and memory."""
     kind = "bfloat16" if precision == "bfloat16" else "float32"
     flops = figure(hardware, f"peak_flops_{kind}", f"train.precision={precision}")
-    share = 1.0
+    cores = 1.0  # that one rank has
     if hardware.device == "cpu":
-        cores = figure(hardware, "devices_per_node", "a plan")
-        flops *= max(1, cores // ranks_here) * min(1, cores / ranks_here)
-        share = ranks_here
+        here = int(figure(hardware, "devices_per_node", "a plan"))
+        cores = max(1, here // ranks_here) * min(1, here / ranks_here)
     if precision == "float64":
         flops /= 2
     return Rates(
-        flops,
-        figure(hardware, "memory_bytes_per_s", "a plan") / share,
+        flops * cores,
+        figure(hardware, "memory_bytes_per_s", "a plan") * cores,
         *(figure(hardware, key, "a plan") for key in ("matmul_efficiency", "matmul_half_size", "memory_efficiency")),
         kernel_latency_s=figure(hardware, "kernel_latency_s", "a plan"),
         element_bytes=DTYPE_BYTES[precision],

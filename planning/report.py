@@ -1,0 +1,150 @@
+"""A plan as a person reads it: what it is, each rank's memory, where the step's time goes, hours, dollars. No torch."""
+
+from __future__ import annotations
+
+from conf.schema import RootConfig
+
+MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "messages", "workspace", "runtime")
+SPENT = {  # part of the step -> what a reader calls it
+    "forward": "forward",
+    "backward_input": "backward, input",
+    "backward_weight": "backward, weights",
+    "recompute": "recomputation",
+    "host": "host (launching)",
+    "tensor_parallel": "tensor-parallel messages",
+    "data_gather": "gathering sharded weights",
+    "bubble_schedule": "bubble: schedule",
+    "bubble_imbalance": "bubble: uneven stages",
+    "stage_transfers": "stage transfers, exposed",
+    "data_parallel": "data-parallel messages, exposed",
+    "tied_weight": "tied weight's two gradients",
+    "optimizer": "optimizer",
+}
+
+
+def gib(count: float) -> str:
+    """A number of bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 10 * 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: the unit that leaves two to four digits."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def render(plan: dict, config: RootConfig) -> str:
+    """The whole answer, a screenful."""
+    blocks = [_heading(plan, config), _memory_table(plan), _time_table(plan), _totals(plan, config)]
+    if plan["warnings"]:
+        blocks.append("\n".join(f"warning    {warning}" for warning in plan["warnings"]))
+    return "\n\n".join(blocks)
+
+
+def _heading(plan: dict, config: RootConfig) -> str:
+    model, parallel, train = config.model, config.parallel, config.train
+    parts = [f"{parallel.stages} stages"]
+    if parallel.interleave > 1:
+        parts[0] += f" x {parallel.interleave} model stages"
+    parts += [f"tensor {parallel.tensor}", f"data {parallel.data}"]
+    extras = [name for name, used in (("sequence parallel", parallel.sequence_parallel),) if used]
+    extras += [f"shard {parallel.shard}"] if parallel.shard != "none" else []
+    extras += [f"checkpoint {parallel.checkpoint}"] if parallel.checkpoint != "never" else []
+    node = config.hardware.devices_per_node
+    where = "processes on this machine" if config.hardware.device == "cpu" else f"devices, {node} a node"
+    micro = train.global_batch // (parallel.data * train.accumulate * parallel.chunks)
+    flushes = f"{train.accumulate} flushes x " if train.accumulate > 1 else ""
+    return "\n".join(
+        [
+            f"model      {model.name}: {plan['parameters']:,} parameters, {model.blocks} blocks of width "
+            f"{model.hidden}, vocabulary {model.vocabulary:,}",
+            f"parallel   {parallel.name}: {' x '.join(parts)} = {plan['devices']} {where}; {parallel.schedule}"
+            + "".join(f", {extra}" for extra in extras),
+            f"batch      {train.global_batch:,} sequences of {train.sequence:,} tokens = {plan['tokens_per_step']:,} "
+            f"tokens a step: {flushes}{parallel.chunks} micro-batches of {micro} on each of {parallel.data} replicas",
+            f"hardware   {config.hardware.name}, {train.precision}; software {plan['stack']}",
+        ]
+    )
+
+
+def _memory_table(plan: dict) -> str:
+    """Ranks that hold the same are one row."""
+    rows: list[list[str]] = []
+    spans: list[list[int]] = []
+    for rank, held in enumerate(plan["ranks"]):
+        cells = [_layers(held["layers"]), *(_cell(held[name]) for name in MEMORY), gib(held["total"])]
+        if rows and rows[-1][1:] == cells[1:] and len(plan["ranks"][rank - 1]["layers"]) == len(held["layers"]):
+            spans[-1].append(rank)
+            rows[-1][0] = f"{rows[-1][0].split(' … ')[0]} … {cells[0]}"
+        else:
+            rows.append(cells)
+            spans.append([rank])
+    labels = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    table = [["rank", "layers", *MEMORY, "total"]] + [[label, *row] for label, row in zip(labels, rows, strict=True)]
+    largest, capacity = max(held["total"] for held in plan["ranks"]), plan["capacity_bytes"]
+    lines = [align(table, left=2)]
+    if capacity and plan["per_machine"]:
+        together = sum(held["total"] for held in plan["ranks"])
+        lines.append(f"together {gib(together)} of {gib(capacity)}: {_verdict(together, capacity)}")
+    elif capacity:
+        lines.append(f"fullest rank {gib(largest)} of {gib(capacity)}: {_verdict(largest, capacity)}")
+    if plan["remedies"]:
+        lines += ["what fits, fewest devices and fastest first:"] + [f"  {remedy}" for remedy in plan["remedies"][:6]]
+    return "\n".join(lines)
+
+
+def _verdict(needed: float, capacity: float) -> str:
+    if needed <= capacity:
+        return f"fits, {1 - needed / capacity:.0%} free"
+    return f"DOES NOT FIT, {gib(needed - capacity)} too much"
+
+
+def _cell(count: int) -> str:
+    return gib(count).removesuffix(" GiB") + "G" if count >= 10 * 2**30 else f"{count / 2**30:.2f}G"
+
+
+def _layers(names: list[str]) -> str:
+    blocks = [name.split(".")[1] for name in names if name.startswith("block.")]
+    others = [name for name in names if not name.startswith("block.")]
+    counted = f"{len(blocks)} blocks" if len(blocks) != 1 else "1 block"
+    return " + ".join([counted, *others]) if blocks else " + ".join(others)
+
+
+def _time_table(plan: dict) -> str:
+    total = sum(plan["step"].values())
+    rows = [["a step", duration(total), ""]]
+    for name, label in SPENT.items():
+        seconds = plan["step"].get(name, 0.0)
+        if seconds > 0.0005 * total or seconds < -0.0005 * total:
+            rows.append([f"  {label}", duration(seconds), f"{seconds / total:.1%}"])
+    return align(rows, left=1)
+
+
+def _totals(plan: dict, config: RootConfig) -> str:
+    figures, run, hardware = plan["predicted"], plan["run"], config.hardware
+    speed = f"speed      {figures['tokens_per_s']:,.0f} tokens/s, bubble_fraction {figures['bubble_fraction']:.3f}"
+    if "mfu" in figures:
+        speed += f", mfu {figures['mfu']:.3f} (attention's whole square counted, recomputation not)"
+    days = f" = {run['hours'] / 24:,.1f} days" if run["hours"] > 48 else ""
+    lines = [speed, f"run        {run['steps']:,} steps, {run['tokens']:.4g} tokens: {run['hours']:,.3g} hours{days}"]
+    if "cost_usd" in figures:
+        lines.append(
+            f"cost       ${figures['cost_usd']:,.0f} at ${hardware.price_usd_per_hour:,.2f} an hour for a node of "
+            f"{hardware.devices_per_node}, on demand, {hardware.price_date}"
+        )
+    else:
+        lines.append("cost       unknown: give hardware.price_usd_per_hour, or a cloud node such as hardware=p4de")
+    return "\n".join(lines)
+
+
+def align(rows: list[list[str]], left: int) -> str:
+    """Columns of equal width; the first `left` flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
