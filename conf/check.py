@@ -41,9 +41,9 @@ NOT_NEGATIVE = (
 POSITIVE = (
     "model.initializer_std parallel.memory_cap_bytes optimizer.learning_rate optimizer.eps optimizer.clip_norm "
     "hardware.peak_flops_float32 hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s "
-    "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s "
-    "hardware.matmul_efficiency hardware.memory_efficiency hardware.link_efficiency hardware.network_efficiency"
+    "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s"
 ).split()
+EFFICIENCIES = [f"hardware.{part}_efficiency" for part in ("matmul", "memory", "link", "network")]
 BELOW_ONE = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.momentum".split()  # [0, 1)
 
 
@@ -62,6 +62,7 @@ def check_values(config: RootConfig) -> None:
         (BELOW_ONE, lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
         (["data.validation_fraction"], lambda v: 0 < v < 1, "must be between 0 and 1: the part that is held out"),
         (["optimizer.decay_fraction", "optimizer.final_fraction"], lambda v: 0 <= v <= 1, "must be between 0 and 1"),
+        (EFFICIENCIES, lambda v: 0 < v <= 1, "must be more than 0 and at most 1: a part of the peak"),
         (["data.synthetic_vocabulary"], lambda v: v >= 2, "must be at least 2"),
     ]
     for keys, allowed, says in rules:
