@@ -9,6 +9,7 @@ from conf.check import check
 from conf.schema import RootConfig
 from planning.balance import resolved_balance
 from planning.predict import ranks_memory
+from planning.report import duration, gib
 from planning.stack import get_stack
 from planning.step import Layout, Step, step_time
 
@@ -24,7 +25,7 @@ class Remedy:
     step_time_s: float
     devices: int  # times as many
 
-    def describe(self, step_time_s: float, gib) -> str:
+    def describe(self, step_time_s: float) -> str:
         more = f", {self.devices} x the devices" if self.devices > 1 else ""
         return f"{self.overrides} ({gib(self.largest_bytes)}, step {self.step_time_s / step_time_s - 1:+.1%}{more})"
 
@@ -38,13 +39,14 @@ def warnings(config: RootConfig, step: Step, stack: str) -> list[str]:
 
 
 def remedies(config: RootConfig, stack: str, capacity: float) -> list[Remedy]:
-    """Single changes, and pairs where no single one is enough, under which every rank fits; fewest devices, then
-    fastest, first. config: resolved."""
+    """Single changes, and pairs where none is enough with the same devices, under which every rank fits; fewest devices,
+    then fastest, first. config: resolved."""
     singles = _changes(config)
     found = _fitting(config, stack, capacity, singles)
-    if not found:
+    if all(remedy.devices > 1 for remedy in found):
+        singles = [change for change in singles if "parallel.stages" not in change]
         pairs = [a | b for i, a in enumerate(singles) for b in singles[i + 1 :] if not set(a) & set(b)]
-        found = _fitting(config, stack, capacity, pairs)
+        found += _fitting(config, stack, capacity, pairs)
     return sorted(found, key=lambda remedy: (remedy.devices, remedy.step_time_s))
 
 
@@ -103,7 +105,7 @@ def changed(config: RootConfig, change: dict) -> RootConfig | None:
 
 
 def _cost(seconds: float, step: Step) -> str:
-    return f"costs {seconds:.3g} s of a step, {seconds / step.total:.1%}"
+    return f"costs {duration(seconds)} of a step, {seconds / step.total:.1%}"
 
 
 def _with_chunks(config: RootConfig, stack: str, chunks: int) -> float | None:

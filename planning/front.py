@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -27,6 +28,11 @@ from planning.predict import make_plan
 from planning.stack import get_stack
 from planning.step import Step
 
+
+class Refused(BaseException):
+    """Bad input. Not an Exception: Hydra would print about it."""
+
+
 BAD_INPUT = (ValueError, HydraException, OmegaConfBaseException)
 PLANS = Path("experiments/plans")
 
@@ -39,17 +45,29 @@ def main(compose_and_plan: Callable[[], None]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing and leaving
     try:
         compose_and_plan()
-    except BAD_INPUT as error:
+    except (Refused, *BAD_INPUT) as error:
         if full_error:
             raise
-        text = " ".join(str(error.__cause__ or error).split("full_key:")[0].split())
-        print(f"plan.py: {text}", file=sys.stderr)
+        print(f"plan.py: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
 
 def run(composed: DictConfig) -> None:
-    """One plan, or one table of points. ValueError for bad input."""
+    """One plan, or one table of points. Raises Refused for bad input."""
+    try:
+        _run(composed)
+    except BAD_INPUT as error:
+        raise Refused(_one_line(error)) from error
+
+
+def _one_line(error: BaseException) -> str:
+    """Hydra's and OmegaConf's messages without their internals."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    return " ".join(str(cause).split("full_key:")[0].split())
+
+
+def _run(composed: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("plan.py takes one configuration: leave -m out, or give a table with points=table.csv")
     typed = OmegaConf.to_object(composed)
@@ -81,7 +99,7 @@ def plan_of(typed: RootConfig, stack: str) -> tuple[RootConfig, dict]:
     plan["remedies"] = []
     if capacity and over > capacity and not plan["per_machine"]:
         found = advice.remedies(config, stack, capacity)
-        plan["remedies"] = [remedy.describe(step.total, report.gib) for remedy in found]
+        plan["remedies"] = [remedy.describe(step.total) for remedy in found]
     return config, plan
 
 
@@ -94,7 +112,7 @@ def write_plan(plan: dict, output: str | None, config: RootConfig) -> Path:
     if output is not None:
         return _write_new(Path(output), text)
     name = "_".join((config.model.name, config.parallel.name, config.hardware.name))
-    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")
     number, path = 1, PLANS / f"{name}.json"
     while path.exists() and path.read_text() != text:
         number += 1

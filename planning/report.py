@@ -47,12 +47,15 @@ def _heading(plan: dict, config: RootConfig) -> str:
     parts = [f"{parallel.stages} stages"]
     if parallel.interleave > 1:
         parts[0] += f" x {parallel.interleave} model stages"
-    parts += [f"tensor {parallel.tensor}", f"data {parallel.data}"]
+    parts += [f"{key} {ranks}" for key, ranks in (("tensor", parallel.tensor), ("data", parallel.data)) if ranks > 1]
     extras = [name for name, used in (("sequence parallel", parallel.sequence_parallel),) if used]
     extras += [f"shard {parallel.shard}"] if parallel.shard != "none" else []
     extras += [f"checkpoint {parallel.checkpoint}"] if parallel.checkpoint != "never" else []
     node = config.hardware.devices_per_node
-    where = "processes on this machine" if config.hardware.device == "cpu" else f"devices, {node} a node"
+    noun = "process" if config.hardware.device == "cpu" else "device"
+    where = noun + ("es" if noun == "process" else "s") * (plan["devices"] > 1)
+    where += " on this machine" if noun == "process" else f", {node} a node"
+    replicas = f" on each of {parallel.data} replicas" if parallel.data > 1 else ""
     micro = train.global_batch // (parallel.data * train.accumulate * parallel.chunks)
     flushes = f"{train.accumulate} flushes x " if train.accumulate > 1 else ""
     return "\n".join(
@@ -62,7 +65,7 @@ def _heading(plan: dict, config: RootConfig) -> str:
             f"parallel   {parallel.name}: {' x '.join(parts)} = {plan['devices']} {where}; {parallel.schedule}"
             + "".join(f", {extra}" for extra in extras),
             f"batch      {train.global_batch:,} sequences of {train.sequence:,} tokens = {plan['tokens_per_step']:,} "
-            f"tokens a step: {flushes}{parallel.chunks} micro-batches of {micro} on each of {parallel.data} replicas",
+            f"tokens a step: {flushes}{parallel.chunks} micro-batches of {micro}{replicas}",
             f"hardware   {config.hardware.name}, {train.precision}; software {plan['stack']}",
         ]
     )
@@ -70,10 +73,12 @@ def _heading(plan: dict, config: RootConfig) -> str:
 
 def _memory_table(plan: dict) -> str:
     """Ranks that hold the same are one row."""
+    largest, capacity = max(held["total"] for held in plan["ranks"]), plan["capacity_bytes"]
+    unit, unit_name = (2**30, "GiB") if largest >= 2**31 else (2**20, "MiB")
     rows: list[list[str]] = []
     spans: list[list[int]] = []
     for rank, held in enumerate(plan["ranks"]):
-        cells = [_layers(held["layers"]), *(_cell(held[name]) for name in MEMORY), gib(held["total"])]
+        cells = [_layers(held["layers"]), *(_cell(held[name], unit) for name in (*MEMORY, "total"))]
         if rows and rows[-1][1:] == cells[1:] and len(plan["ranks"][rank - 1]["layers"]) == len(held["layers"]):
             spans[-1].append(rank)
             rows[-1][0] = f"{rows[-1][0].split(' … ')[0]} … {cells[0]}"
@@ -81,8 +86,9 @@ def _memory_table(plan: dict) -> str:
             rows.append(cells)
             spans.append([rank])
     labels = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    table = [["rank", "layers", *MEMORY, "total"]] + [[label, *row] for label, row in zip(labels, rows, strict=True)]
-    largest, capacity = max(held["total"] for held in plan["ranks"]), plan["capacity_bytes"]
+    table = [["rank", f"memory in {unit_name}", *MEMORY, "total"]] + [
+        [label, *row] for label, row in zip(labels, rows, strict=True)
+    ]
     lines = [align(table, left=2)]
     if capacity and plan["per_machine"]:
         together = sum(held["total"] for held in plan["ranks"])
@@ -100,8 +106,8 @@ def _verdict(needed: float, capacity: float) -> str:
     return f"DOES NOT FIT, {gib(needed - capacity)} too much"
 
 
-def _cell(count: int) -> str:
-    return gib(count).removesuffix(" GiB") + "G" if count >= 10 * 2**30 else f"{count / 2**30:.2f}G"
+def _cell(count: int, unit: int) -> str:
+    return f"{count / unit:.{1 if count >= 10 * unit or unit < 2**30 else 2}f}" if count else "0"
 
 
 def _layers(names: list[str]) -> str:
@@ -126,14 +132,16 @@ def _totals(plan: dict, config: RootConfig) -> str:
     speed = f"speed      {figures['tokens_per_s']:,.0f} tokens/s, bubble_fraction {figures['bubble_fraction']:.3f}"
     if "mfu" in figures:
         speed += f", mfu {figures['mfu']:.3f} (attention's whole square counted, recomputation not)"
-    days = f" = {run['hours'] / 24:,.1f} days" if run["hours"] > 48 else ""
-    lines = [speed, f"run        {run['steps']:,} steps, {run['tokens']:.4g} tokens: {run['hours']:,.3g} hours{days}"]
+    hours = run["hours"]
+    length = f"{hours * 60:.3g} minutes" if hours < 2 else f"{hours:,.3g} hours"
+    length += f" = {hours / 24:,.1f} days" if hours > 48 else ""
+    lines = [speed, f"run        {run['steps']:,} steps, {run['tokens']:.4g} tokens: {length}"]
     if "cost_usd" in figures:
         lines.append(
             f"cost       ${figures['cost_usd']:,.0f} at ${hardware.price_usd_per_hour:,.2f} an hour for a node of "
             f"{hardware.devices_per_node}, on demand, {hardware.price_date}"
         )
-    else:
+    elif hardware.device != "cpu":
         lines.append("cost       unknown: give hardware.price_usd_per_hour, or a cloud node such as hardware=p4de")
     return "\n".join(lines)
 
