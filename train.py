@@ -12,17 +12,20 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from training import front
+from training import command
+from training.sweep import Job
 
 
 def main() -> int:
-    jobs: list[front.Job] = []  # one; with -m one each
+    jobs: list[Job] = []  # one; with -m one each
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
     def compose_and_run(config: DictConfig) -> None:
+        from training import front
+
         front.run(config, jobs)
 
-    return front.main(compose_and_run, jobs)
+    return command.main(compose_and_run, jobs)
 
 
 if __name__ == "__main__":

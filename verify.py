@@ -11,7 +11,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from training import front, verification
+from training import command, verification
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
     def compose_and_verify(config: DictConfig) -> None:
         failed.append(not verification.run(config))
 
-    return front.main(compose_and_verify, []) or int(any(failed))
+    return command.main(compose_and_verify, []) or int(any(failed))
 
 
 if __name__ == "__main__":

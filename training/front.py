@@ -1,51 +1,38 @@
 """From what was typed to a run folder with a result: compose, check, claim the folder, launch; once, or for each job.
 
-train.py is this file's only caller. Knows Hydra and OmegaConf; below it there are only plain dataclasses.
+Called by train.py once Hydra has composed. Knows Hydra and OmegaConf; below it there are only plain dataclasses.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.check import check
 from conf.resolve import resolve
-from conf.schema import RootConfig, register, to_dict
+from conf.schema import RootConfig, to_dict
 from pipeline.partition import Certificate, num_ranks
 from pipeline.profile import Profile
 from planning.balance import resolved_balance
 from training import announce, join, measure, sweep
+from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
 from training.data import Corpus, prepare
 from training.launch import launch
 from training.record import finish_failed, read_result
 from training.sweep import Job
-
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again"
-BAD_INPUT = (ValueError, HydraException, OmegaConfBaseException)
-
-register()
-OmegaConf.register_new_resolver("job_name", sweep.job_name, replace=True)  # conf/hydra/default.yaml
-
-
-class Refused(BaseException):
-    """Bad input of a single run. Not an Exception: Hydra would print about it."""
 
 
 @dataclass
@@ -59,40 +46,6 @@ class Plan:
     warnings: list[str]
     split: Certificate  # of config.parallel.balance, a list by now
     profile: Profile | None  # measured times of the layers, where they were asked for
-
-
-def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
-    """Call Hydra's main, print what went wrong in one line, or a sweep's table; returns the exit code."""
-    full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing and leaving
-    rank = join.joined_rank()
-    interrupted = False
-    try:
-        with _sigterm_as_interrupt():
-            if rank is not None and {"-m", "--multirun"} & set(sys.argv):
-                raise Refused("-m starts one run after the other, each with its own ranks: start it without torchrun")
-            if rank:
-                return _follow(rank)
-            compose_and_run()
-    except (Refused, *BAD_INPUT) as error:
-        if full_error:
-            raise
-        if not rank:
-            print(f"train.py: {one_line(error)}", file=sys.stderr)
-        if rank == 0:
-            join.announce_refusal()
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        if jobs and jobs[0].number is not None:
-            print("\n" + sweep.table(jobs))
-            if interrupted:
-                print("interrupted: the same command with resume_sweep=true runs what is missing")
-    statuses = [job.result["status"] for job in jobs]
-    if interrupted or any(job.interrupted for job in jobs):
-        return EXIT_STOPPED
-    return EXIT_FAILED if {"failed", "out_of_memory", "invalid"} & set(statuses) else EXIT_OK
 
 
 def run(config: DictConfig, jobs: list[Job]) -> None:
@@ -172,7 +125,7 @@ def _check_keys(values: dict, schema: type, group: str = "") -> None:
     types = get_type_hints(schema)
     for key, value in values.items():
         if key not in types:
-            raise ValueError(_unknown_key(f"{group}{key}", schema))
+            raise ValueError(unknown_key(f"{group}{key}", schema))
         if is_dataclass(types[key]) and isinstance(value, dict):
             _check_keys(value, types[key], f"{group}{key}.")
 
@@ -261,7 +214,7 @@ def _launch(run_dir: Path, plan: Plan) -> dict:
         raise
 
 
-def _follow(rank: int) -> int:
+def follow(rank: int) -> int:
     """A rank other than 0 that was started by torchrun: no folder, nothing printed; returns the exit code."""
     error = None
     try:
@@ -280,46 +233,7 @@ def _follow(rank: int) -> int:
     return EXIT_OK
 
 
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Outside of launch() SIGTERM ends the process as Ctrl-C does: by an exception, so that folders are tidied."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 # --- what is printed ---
-
-
-def one_line(error: BaseException) -> str:
-    """The message of a ValueError as it is; Hydra's and OmegaConf's without their internals."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(cause.object_type):
-        return _unknown_key(cause.full_key, cause.object_type)
-    lines: list[str] = []
-    for line in f"{error}\n{cause if cause is not error else ''}".splitlines():
-        if line.startswith("Config search path"):
-            break
-        if line.startswith("\t"):  # one of the options that the line above announces
-            lines[-1] += f"{' ' if lines[-1].endswith(':') else ', '}{line.strip()}"
-        elif line.strip() and not line.strip().startswith(("full_key:", "reference_type=", "object_type=")):
-            lines.append(line.strip())
-    return "; ".join(lines)
-
-
-def _unknown_key(full_key: str, schema: type) -> str:
-    group, dot, key = full_key.rpartition(".")
-    known = [field.name for field in fields(schema)]
-    close = difflib.get_close_matches(key, known, 1)
-    meant = f" Did you mean {group}{dot}{close[0]}?" if close else ""
-    where = f" in {group}" if group else ""
-    return f"{full_key} is no key of the configuration.{meant} Known{where} are {', '.join(known)}"
 
 
 def _say(plan: Plan) -> None:

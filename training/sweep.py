@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training.announce import gib
 from training.record import read_overrides, read_result
 
 NAME_LENGTH = 120  # characters of a folder's name that values may take
@@ -73,6 +72,8 @@ def _identity(overrides: Sequence[str]) -> list[str]:
 
 def table(jobs: Sequence[Job]) -> str:
     """All jobs of a sweep, one a line: number, swept values, status and the figures that are there."""
+    from training.announce import gib
+
     keys = list(dict.fromkeys(key for job in jobs for key in swept(job.overrides)))
     rows = [["job", *keys, "status", "loss", "tokens/s", "step time", "peak memory"]]
     for job in jobs:

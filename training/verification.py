@@ -23,7 +23,7 @@ from pipeline.schedule import SCHEDULES, make_schedule
 from planning.balance import resolved_balance
 from planning.memory import machine_memory_bytes
 from training.announce import gib
-from training.front import Refused, one_line
+from training.command import Refused, one_line
 from training.launch import launch
 
 # Float64 copies of a parameter at the peak: of the ranks weight, gradient, its copy, and both as read back; of the

@@ -1,0 +1,110 @@
+"""The command line's side of train.py: errors in one line, exit codes, signals before ranks start, a sweep's table.
+
+Light, so that --help and bad input answer at once; training.front does the work once Hydra has composed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from conf.schema import register
+from training import join, sweep
+from training.sweep import Job
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again"
+BAD_INPUT = (ValueError, HydraException, OmegaConfBaseException)
+
+register()
+OmegaConf.register_new_resolver("job_name", sweep.job_name, replace=True)  # conf/hydra/default.yaml
+
+
+class Refused(BaseException):
+    """Bad input of a single run. Not an Exception: Hydra would print about it."""
+
+
+def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
+    """Call Hydra's main, print what went wrong in one line, or a sweep's table; returns the exit code."""
+    full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing and leaving
+    rank = join.joined_rank()
+    interrupted = False
+    try:
+        with _sigterm_as_interrupt():
+            if rank is not None and {"-m", "--multirun"} & set(sys.argv):
+                raise Refused("-m starts one run after the other, each with its own ranks: start it without torchrun")
+            if rank:
+                from training import front
+
+                return front.follow(rank)
+            compose_and_run()
+    except (Refused, *BAD_INPUT) as error:
+        if full_error:
+            raise
+        if not rank:
+            print(f"{Path(sys.argv[0]).name}: {one_line(error)}", file=sys.stderr)
+        if rank == 0:
+            join.announce_refusal()
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        if jobs and jobs[0].number is not None:
+            print("\n" + sweep.table(jobs))
+            if interrupted:
+                print("interrupted: the same command with resume_sweep=true runs what is missing")
+    statuses = [job.result["status"] for job in jobs]
+    if interrupted or any(job.interrupted for job in jobs):
+        return EXIT_STOPPED
+    return EXIT_FAILED if {"failed", "out_of_memory", "invalid"} & set(statuses) else EXIT_OK
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a ValueError as it is; Hydra's and OmegaConf's without their internals."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(cause.object_type):
+        return unknown_key(cause.full_key, cause.object_type)
+    lines: list[str] = []
+    for line in f"{error}\n{cause if cause is not error else ''}".splitlines():
+        if line.startswith("Config search path"):
+            break
+        if line.startswith("\t"):  # one of the options that the line above announces
+            lines[-1] += f"{' ' if lines[-1].endswith(':') else ', '}{line.strip()}"
+        elif line.strip() and not line.strip().startswith(("full_key:", "reference_type=", "object_type=")):
+            lines.append(line.strip())
+    return "; ".join(lines)
+
+
+def unknown_key(full_key: str, schema: type) -> str:
+    """Says what the group's keys are, and which one was probably meant."""
+    group, dot, key = full_key.rpartition(".")
+    known = [field.name for field in fields(schema)]
+    close = difflib.get_close_matches(key, known, 1)
+    meant = f" Did you mean {group}{dot}{close[0]}?" if close else ""
+    where = f" in {group}" if group else ""
+    return f"{full_key} is no key of the configuration.{meant} Known{where} are {', '.join(known)}"
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Outside of launch() SIGTERM ends the process as Ctrl-C does: by an exception, so that folders are tidied."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
