@@ -105,10 +105,14 @@ def _get(config: RootConfig, key: str):
 
 
 def _check_schedule_name(parallel: ParallelConfig) -> None:
+    from pipeline.own import is_own
     from pipeline.schedule import SCHEDULES
 
-    if parallel.schedule not in SCHEDULES:
-        raise ValueError(f"parallel.schedule={parallel.schedule} is unknown; known are {', '.join(SCHEDULES)}")
+    if parallel.schedule not in SCHEDULES and not is_own(parallel.schedule):
+        raise ValueError(
+            f"parallel.schedule={parallel.schedule} is unknown; known are {', '.join(SCHEDULES)}, "
+            "path/to/file.py:function and path/to/grid.txt"
+        )
 
 
 def _check_precision(key: str, value: str | None) -> None:
