@@ -80,3 +80,26 @@ def test_gradients_of_every_schedule(stages):
 def test_schedules_that_reverse_the_backwards_are_the_known_ones():
     reversing = {name for name in SCHEDULES if make_schedule(name, 4, 16).reverses_backward}
     assert reversing == {"looped_bfs"}
+
+
+def _compiled(rank: int, world: int, schedule: str) -> str:
+    from training import build
+
+    case = cases.config(stages=1, schedule=schedule, chunks=2)
+    whole = build.models.build
+
+    def compiled(*args, **kwargs):
+        return [(name, torch.compile(module, backend="eager")) for name, module in whole(*args, **kwargs)]
+
+    build.models.build = compiled
+    try:
+        build.build_engine(case, rank=rank, device=torch.device("cpu"))
+        return "built"
+    except ValueError as error:
+        return str(error)
+
+
+def test_compiled_layers_are_refused_where_the_backward_is_split():
+    assert run_ranks(_compiled, 1, "1f1b") == ["built"]
+    (message,) = run_ranks(_compiled, 1, "zb_h1")
+    assert "embedding is compiled" in message and "1f1b" in message

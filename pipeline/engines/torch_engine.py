@@ -21,6 +21,9 @@ class TorchEngine(Engine):
         device: of this rank.
         group: the pipeline ranks, in order; None = all.
         Others as `Engine`.
+
+    Raises ValueError for compiled layers under a schedule with I and W: their backward cannot be split (torch issue
+    161904), and fails in the middle of a step.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class TorchEngine(Engine):
         group: dist.ProcessGroup | None = None,
         **common,
     ):
+        if schedule.splits_backward:
+            _refuse_compiled(stages, schedule)
         super().__init__(stages, num_stages=schedule.num_stages, chunks=schedule.chunks, **common)
         self.schedule, self.boundary, self.dtype, self.device = schedule, boundary, dtype, device
         self.group = group if group is not None else dist.group.WORLD
@@ -103,3 +108,13 @@ def forward_only(schedule: Schedule, chunks: int) -> list[list[Action]]:
     for stage, rank in enumerate(schedule.rank_of):
         rows[rank] += [Action(stage, "F", index) for index in range(chunks)]
     return rows
+
+
+def _refuse_compiled(stages: dict[int, Stage], schedule: Schedule) -> None:
+    for stage in stages.values():
+        for name, layer in zip(stage.names, stage.layers, strict=True):
+            if any(hasattr(module, "_orig_mod") for module in layer.modules()):  # what torch.compile wraps
+                raise ValueError(
+                    f"{name} is compiled, and schedule {schedule.name} splits the backward into I and W, which "
+                    f"torch.compile does not support: leave the layers uncompiled, or take 1f1b or interleaved_1f1b"
+                )
