@@ -86,9 +86,19 @@ EXACT = {  # stages -> layouts whose backwards run in micro-batch order
         dict(schedule="1f1b", balance=[3, 8]),
         dict(schedule="1f1b", checkpoint="always", interval=3),
         dict(schedule="gpipe"),
+        dict(schedule="interleaved_1f1b", interleave=2),
+        dict(schedule="interleaved_1f1b", interleave=3),
+        dict(schedule="zb_h1"),
+        dict(schedule="zb_h2", checkpoint="always"),
+        dict(schedule="zb_v", interleave=2),
+        dict(schedule="dualpipe_v", interleave=2),
     ],
-    4: [dict(schedule="1f1b"), dict(schedule="gpipe"), dict(schedule="1f1b", checkpoint="except_last")],
-    8: [dict(schedule="1f1b")],
+    4: [
+        dict(schedule="1f1b", checkpoint="except_last"),
+        dict(schedule="interleaved_1f1b", interleave=2),
+        dict(schedule="zb_v", interleave=2),
+    ],
+    8: [dict(schedule="zb_h1")],
 }
 
 
@@ -134,3 +144,10 @@ def test_another_seed_is_far_outside_the_rounding_tolerance(corpus, single):
     ((_, weights),) = _train(0, 1, corpus, [replace(config, train=replace(config.train, seed=cases.SEED + 1))])
     name = "block.0.attention.qkv.weight"
     assert np.linalg.norm(weights[name] - single[1][name]) > 0.5 * np.linalg.norm(single[1][name])
+
+
+def test_looped_bfs_reverses_the_backwards_and_differs_by_rounding_only(corpus, single):
+    answers = run_ranks(_train, 2, corpus, [_config(stages=2, schedule="looped_bfs", interleave=2)])
+    held = {name: weight for answer in answers for name, weight in answer[0][1].items()}
+    worst = max(np.linalg.norm(held[n] - w) / np.linalg.norm(w) for n, w in single[1].items())
+    assert 0 < worst < ROUNDING

@@ -1,4 +1,4 @@
-"""Every schedule executed over gloo: gradients against plain autograd in float64, weights bit for bit against `single`."""
+"""Every schedule executed over gloo: gradients against plain autograd in float64, bit for bit against `single`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERLEAVES = {"interleaved_1f1b": (1, 2, 3), "looped_bfs": (1, 2, 3), "zb_v": (
 
 
 def _allowed(name: str, stages: int, interleave: int) -> list[int]:
-    """Numbers of chunks from 1 to 16 that the schedule takes: the least, the next, one in the middle and the largest."""
+    """Numbers of chunks up to 16 that the schedule takes: the least, the next, one in the middle, the largest."""
     allowed = []
     for chunks in range(1, 17):
         try:
