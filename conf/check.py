@@ -24,6 +24,7 @@ KNOWN = {
     "data.source": ("python_source", "text", "synthetic"),
     "data.tokenizer": tuple(TOKENIZERS),
     "train.nonfinite": ("stop", "skip"),
+    "fault.kind": ("none", "exception", "kill", "stall", "slow"),
 }
 
 AT_LEAST_ONE = (
@@ -31,12 +32,13 @@ AT_LEAST_ONE = (
     "model.vocabulary_multiple parallel.stages parallel.chunks parallel.interleave parallel.tensor parallel.data "
     "parallel.checkpoint_interval "
     "hardware.devices_per_node data.synthetic_tokens train.steps train.global_batch train.sequence train.accumulate "
-    "train.validate_sequences train.log_every"
+    "train.validate_sequences train.log_every train.keep_checkpoints hardware.checkpoint_every fault.step"
 ).split()
 NOT_NEGATIVE = (
     "optimizer.weight_decay optimizer.warmup_steps hardware.price_usd_per_hour hardware.warmup_steps "
     "hardware.matmul_half_size hardware.kernel_latency_s hardware.link_latency_s hardware.network_latency_s "
-    "hardware.max_minutes data.synthetic_seed train.seed train.max_minutes train.validate_every"
+    "hardware.max_minutes data.synthetic_seed train.seed train.max_minutes train.validate_every "
+    "train.checkpoint_every train.max_restarts fault.rank fault.seconds"
 ).split()
 POSITIVE = (
     "model.initializer_std parallel.memory_cap_bytes optimizer.learning_rate optimizer.eps optimizer.clip_norm "

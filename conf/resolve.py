@@ -62,6 +62,7 @@ DEVICE_FIGURES = (
     "network_latency_s",
     "warmup_steps",
     "max_minutes",
+    "checkpoint_every",
 )
 
 
@@ -216,6 +217,8 @@ def _resolve_intervals(config: RootConfig) -> None:
     if train.validate_every is None:
         affordable = int(_validation_budget(config) / train.validate_sequences)
         train.validate_every = math.ceil(train.steps / max(1, min(VALIDATIONS, affordable)))
+    if train.checkpoint_every is None:  # without a recipe: at the end, and when the run is stopped
+        train.checkpoint_every = config.hardware.checkpoint_every or train.steps
     train.log_every = train.log_every or max(1, round(train.steps / LOG_LINES))
 
 

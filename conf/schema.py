@@ -98,6 +98,7 @@ class HardwareConfig:
     # the recipe that a run on this hardware starts from, where train.* and optimizer.* leave it open
     warmup_steps: Optional[int] = None
     max_minutes: Optional[float] = None
+    checkpoint_every: Optional[int] = None
     sources: dict[str, str] = field(default_factory=dict)  # figure -> where it is from
 
 
@@ -131,8 +132,21 @@ class TrainConfig:
     validate_every: Optional[int] = None  # steps; null = four times a run; 0 = never
     validate_sequences: Optional[int] = None  # held-out sequences of one validation; null = by hardware
     log_every: Optional[int] = None  # steps between printed lines; null = about 20 lines a run
+    checkpoint_every: Optional[int] = None  # steps; null = by hardware (cpu: at the end and at a stop only); 0 = never
+    keep_checkpoints: int = 2  # the newest complete ones; older ones are deleted
+    max_restarts: int = 0  # times that all ranks start again from the newest checkpoint after one has died
     stall_timeout_s: float = 600.0  # a rank that waits longer than this for another ends the run, seconds
     nonfinite: str = "stop"  # a loss or gradient that is not finite: stop | skip (skips the step and counts it)
+
+
+@dataclass(slots=True)
+class FaultConfig:
+    """A fault on purpose, once a run: to see what restarts, resuming and the watchdog do."""
+
+    kind: str = "none"  # none | exception | kill (SIGKILL) | stall (never answers again) | slow
+    rank: int = 0
+    step: int = 1  # from 1: the rank does it as this step begins
+    seconds: float = 1.0  # slow: how much longer each step from then on takes on that rank
 
 
 @dataclass(slots=True)
@@ -146,6 +160,9 @@ class RootConfig:
     hardware: HardwareConfig = MISSING
     data: DataConfig = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
+    # a run folder to go on from, with what is typed on top; auto = the newest under `name`, or a fresh start
+    resume: Optional[str] = None
     preflight: bool = True  # refuse to start when the machine's memory cannot hold the run
     profile: Any = False  # true: measure each kind of layer anew and print it before the run; a path: take that profile
     resume_sweep: bool = False  # -m: run only the jobs that have no completed run with the same overrides
