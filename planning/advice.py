@@ -30,30 +30,32 @@ class Remedy:
         return f"{self.overrides} ({gib(self.largest_bytes)}, step {self.step_time_s / step_time_s - 1:+.1%}{more})"
 
 
-def warnings(config: RootConfig, step: Step, stack: str) -> list[str]:
-    """Each with its cost in seconds and part of a step."""
-    found = [_few_chunks(config, step, stack), _padding(config, step, stack), _tensor_across_nodes(config, step)]
-    found += [_imbalance(step), _uneven_rounds(config, step, stack)]
+def warnings(config: RootConfig, asked: str | list[int], step: Step, stack: str) -> list[str]:
+    """Each with its cost in seconds and part of a step. asked: parallel.balance before it was resolved."""
+    found = [_few_chunks(config, asked, step, stack), _padding(config, step, stack), _tensor_across_nodes(config, step)]
+    found += [_imbalance(step), _uneven_rounds(config, asked, step, stack)]
     others = [warning for warning in check(config, here=False) if not warning.startswith("parallel.chunks=")]
     return [warning for warning in found if warning] + others
 
 
-def remedies(config: RootConfig, stack: str, capacity: float) -> list[Remedy]:
-    """Single changes, and pairs where none is enough with the same devices, under which every rank fits; fewest devices,
-    then fastest, first. config: resolved."""
+def remedies(config: RootConfig, asked: str | list[int], stack: str, capacity: float) -> list[Remedy]:
+    """Single changes, and pairs where none is enough with the same devices, under which every rank fits; fewest
+    devices, then fastest, first. config: resolved; asked: its parallel.balance before that."""
     singles = _changes(config)
-    found = _fitting(config, stack, capacity, singles)
+    found = _fitting(config, asked, stack, capacity, singles)
     if all(remedy.devices > 1 for remedy in found):
         singles = [change for change in singles if "parallel.stages" not in change]
         pairs = [a | b for i, a in enumerate(singles) for b in singles[i + 1 :] if not set(a) & set(b)]
-        found += _fitting(config, stack, capacity, pairs)
+        found += _fitting(config, asked, stack, capacity, pairs)
     return sorted(found, key=lambda remedy: (remedy.devices, remedy.step_time_s))
 
 
-def _fitting(config: RootConfig, stack: str, capacity: float, changes: list[dict]) -> list[Remedy]:
+def _fitting(
+    config: RootConfig, asked: str | list[int], stack: str, capacity: float, changes: list[dict]
+) -> list[Remedy]:
     found = []
     for change in changes:
-        tried = changed(config, change)
+        tried = changed(config, asked, change)
         if tried is None:
             continue
         largest = max(rank["total"] for rank in ranks_memory(tried, Layout.of(tried)))
@@ -89,17 +91,16 @@ def _changes(config: RootConfig) -> list[dict]:
     return changes
 
 
-def changed(config: RootConfig, change: dict) -> RootConfig | None:
-    """The configuration with other values and a cut of its own; None where that cannot be."""
+def changed(config: RootConfig, asked: str | list[int], change: dict) -> RootConfig | None:
+    """The configuration with other values, cut anew as was asked; None where that cannot be."""
     tried = deepcopy(config)
-    if len(set(change) & {"parallel.stages", "parallel.schedule", "parallel.interleave"}):
-        tried.parallel.balance = "auto"
+    tried.parallel.balance = asked
     for key, value in change.items():
         group, name = key.split(".")
         setattr(getattr(tried, group), name, value)
     try:
         check(tried, here=False)
-        return resolved_balance(tried)[0] if isinstance(tried.parallel.balance, str) else tried
+        return resolved_balance(tried)[0]
     except ValueError:
         return None
 
@@ -108,10 +109,10 @@ def _cost(seconds: float, step: Step) -> str:
     return f"costs {duration(seconds)} of a step, {seconds / step.total:.1%}"
 
 
-def _with_chunks(config: RootConfig, stack: str, chunks: int) -> float | None:
+def _with_chunks(config: RootConfig, asked: str | list[int], stack: str, chunks: int) -> float | None:
     """Seconds of the step with other chunks of the same size: the global batch follows, the time is scaled back."""
     batch = config.train.global_batch * chunks / config.parallel.chunks
-    tried = changed(config, {"parallel.chunks": chunks, "train.global_batch": round(batch)})
+    tried = changed(config, asked, {"parallel.chunks": chunks, "train.global_batch": round(batch)})
     if tried is None:
         return None
     return (
@@ -119,21 +120,21 @@ def _with_chunks(config: RootConfig, stack: str, chunks: int) -> float | None:
     )
 
 
-def _few_chunks(config: RootConfig, step: Step, stack: str) -> str | None:
+def _few_chunks(config: RootConfig, asked: str | list[int], step: Step, stack: str) -> str | None:
     p, m = config.parallel.stages, config.parallel.chunks
     if p == 1 or m >= 4 * p:
         return None
-    usual = _with_chunks(config, stack, 4 * p)
+    usual = _with_chunks(config, asked, stack, 4 * p)
     cost = f": {_cost(step.total - usual, step)}, against {4 * p} chunks of the same size" if usual else ""
     return f"parallel.chunks={m} is less than 4 x parallel.stages={p}{cost}"
 
 
-def _uneven_rounds(config: RootConfig, step: Step, stack: str) -> str | None:
+def _uneven_rounds(config: RootConfig, asked: str | list[int], step: Step, stack: str) -> str | None:
     parallel = config.parallel
     p, m = parallel.stages, parallel.chunks
     if parallel.schedule != "interleaved_1f1b" or m % p == 0 or m < p:
         return None
-    even = _with_chunks(config, stack, m // p * p)
+    even = _with_chunks(config, asked, stack, m // p * p)
     if even is None or step.total - even < SMALL * step.total:
         return None
     return f"parallel.chunks={m} is no multiple of parallel.stages={p}: {_cost(step.total - even, step)}"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -44,6 +43,8 @@ def main(compose_and_plan: Callable[[], None]) -> int:
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing and leaving
     try:
+        if {"-m", "--multirun"} & set(sys.argv):
+            raise Refused("plan.py takes one configuration: leave -m out, or give a table with points=table.csv")
         compose_and_plan()
     except (Refused, *BAD_INPUT) as error:
         if full_error:
@@ -68,8 +69,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def _run(composed: DictConfig) -> None:
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ValueError("plan.py takes one configuration: leave -m out, or give a table with points=table.csv")
     typed = OmegaConf.to_object(composed)
     assert isinstance(typed, PlanRootConfig)
     get_stack(typed.stack)
@@ -85,20 +84,21 @@ def plan_of(typed: RootConfig, stack: str) -> tuple[RootConfig, dict]:
     """The resolved configuration and everything that plan.json says. ValueError for a layout that cannot be."""
     config = resolve(typed)
     check(config, here=False)
-    if config.parallel.balance == "time":
+    asked = config.parallel.balance
+    if asked == "time":
         raise ValueError("parallel.balance=time measures layers, and plan.py runs nothing: set parallel.balance=auto")
     config, certificate = resolved_balance(config)
     plan = make_plan(config, stack)
     step = Step(plan["step"], plan["predicted"]["bubble_fraction"])
     plan["split"] = certificate.to_dict()
-    plan["warnings"] = advice.warnings(config, step, stack)
+    plan["warnings"] = advice.warnings(config, asked, step, stack)
     plan["per_machine"] = config.hardware.device == "cpu"
     needed = [held["total"] for held in plan["ranks"]]
     over = max(needed) if not plan["per_machine"] else sum(needed)
     capacity = config.hardware.memory_bytes
     plan["remedies"] = []
     if capacity and over > capacity and not plan["per_machine"]:
-        found = advice.remedies(config, stack, capacity)
+        found = advice.remedies(config, asked, stack, capacity)
         plan["remedies"] = [remedy.describe(step.total) for remedy in found]
     return config, plan
 

@@ -1,0 +1,220 @@
+"""plan.py as a user meets it: the command, its file, tables of points, bad input, speed, no torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLAGSHIP = ("model=gpt3_175b", "parallel=megatron_8x4x16", "hardware=a100_80gb")
+
+
+def run_plan(folder, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "plan.py"), *arguments], capture_output=True, text=True, cwd=folder, timeout=60
+    )
+
+
+def test_the_flagship_in_under_two_seconds(tmp_path):
+    times = []
+    for _ in range(3):  # other work may be running here: the best of three
+        start = time.perf_counter()
+        done = run_plan(tmp_path, *FLAGSHIP, "output=plan.json")
+        times.append(time.perf_counter() - start)
+    assert done.returncode == 0, done.stderr
+    assert min(times) < 2
+    for needed in ("174,615,846,912 parameters", "512 devices", "bubble_fraction", "mfu", "tokens/s", "hours", "rank"):
+        assert needed in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]  # and nothing of Hydra's
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert sum(plan["step"].values()) == pytest.approx(plan["predicted"]["step_time_s"])
+    assert len(plan["ranks"]) == 8 and plan["devices"] == 512
+    layers = [name for rank in plan["ranks"] for name in rank["layers"]]
+    assert layers == ["embedding", *(f"block.{i}" for i in range(96)), "norm", "head"]
+    for rank in plan["ranks"]:
+        assert rank["total"] == sum(value for key, value in rank.items() if key not in ("layers", "total"))
+
+
+def test_no_torch(tmp_path):
+    code = (
+        "import sys; sys.argv = ['plan.py', *sys.argv[1:]]; import plan; code = plan.main(); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *FLAGSHIP, f"output={tmp_path / 'p.json'}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_plans_are_never_overwritten(tmp_path):
+    names = []
+    for steps in (5, 5, 6):
+        done = run_plan(tmp_path, "hardware=p4d", f"train.steps={steps}")
+        assert done.returncode == 0, done.stderr
+        names.append(done.stdout.splitlines()[-1].split()[-1])
+    assert names == [f"experiments/plans/gpt_tiny_pp2_p4d{end}.json" for end in ("", "", "-2")]
+    refused = run_plan(tmp_path, "hardware=p4d", "train.steps=7", f"output={names[0]}")
+    assert refused.returncode == 2 and "exists already" in refused.stderr
+    assert json.loads((tmp_path / names[0]).read_text())["run"]["steps"] == 5
+
+
+def test_what_does_not_fit_is_told_with_remedies(tmp_path):
+    done = run_plan(tmp_path, "model=gpt_7b", "parallel=pp4", "hardware=p4d", "output=plan.json")
+    assert done.returncode == 0 and "DOES NOT FIT" in done.stdout
+    assert "parallel.checkpoint=always" in done.stdout
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert max(rank["total"] for rank in plan["ranks"]) > plan["capacity_bytes"]
+    assert plan["remedies"]
+    fits = run_plan(tmp_path, "model=gpt_7b", "parallel=pp4", "hardware=p4d", plan["remedies"][0].split()[0])
+    assert "DOES NOT FIT" not in fits.stdout and "fits" in fits.stdout
+
+
+def test_few_chunks_are_warned_of_with_their_cost(tmp_path):
+    done = run_plan(tmp_path, *FLAGSHIP, "parallel.chunks=8", "output=plan.json")
+    warning = next(line for line in done.stdout.splitlines() if "parallel.chunks=8 is less than" in line)
+    assert "costs" in warning and "%" in warning
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (
+            ["parallel.tensor=2", "hardware=a100_80gb", "hardware.link_bytes_per_s=null"],
+            ["a100_80gb", "link_bytes_per_s"],
+        ),
+        (["hardware=a100_40gb", "parallel.data=8"], ["a100_40gb", "network_bytes_per_s"]),
+        (["hardware=cuda"], ["hardware=cuda", "peak_flops_bfloat16"]),
+        (["hardware=p4d", "hardware.memory_efficiency=1.5"], ["hardware.memory_efficiency=1.5", "at most 1"]),
+        (["parallel.tensor=3"], ["model.heads=4", "parallel.tensor=3", "2"]),
+        (["parallel.data=3", "train.global_batch=32"], ["32", "parallel.data=3", "24 or 48"]),
+        (["parallel.shard=optimizer"], ["parallel.shard=optimizer", "parallel.data=1"]),
+        (["parallel.shard=gradients", "parallel.data=2"], ["parallel.shard=gradients", "parallel.stages=2"]),
+        (["parallel.schedule=zb_h1", "parallel.shard=full", "parallel.data=2"], ["zb_h1", "1f1b"]),
+        (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel=true", "parallel.tensor=1"]),
+        (["parallel.stages=12"], ["12 model stages"]),
+        (["stack=nosuch"], ["stack=nosuch", "megatron"]),
+        (["nosuch=1"], ["nosuch"]),
+        (["points=nosuch.csv"], ["nosuch.csv"]),
+        (["parallel.balance=time"], ["parallel.balance=time", "auto"]),
+        (["-m", "parallel.stages=1,2"], ["one configuration"]),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, words):
+    done = run_plan(tmp_path, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("plan.py: ")
+    for word in words:
+        assert word in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_does_not_take_plans_keys_nor_run_what_is_only_planned(tmp_path):
+    for arguments, words in [
+        (["points=table.csv"], "points"),
+        (["parallel.data=2"], "train.py does not run parallel.data=2 yet; plan.py plans it"),
+        (["parallel.tensor=2"], "train.py does not run parallel.tensor=2 yet; plan.py plans it"),
+        (["parallel.checkpoint=selective"], "selective"),
+    ]:
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert done.returncode == 2 and words in done.stderr
+
+
+# ---- tables
+
+HEADER = (
+    "source,gpu,gpus_per_node,num_gpus,layers,hidden,heads,seq,vocab,tensor,stages,data,interleave,microbatch,"
+    "global_batch,schedule,recompute,precision,step_time_s"
+).split(",")
+# arXiv 2104.04473, figure 12: GPT-3 on 96 A100s, plain and interleaved, batch 12
+FIGURE_12 = [
+    f"figure 12,a100_80gb,8,96,96,12288,96,2048,51200,8,12,1,{end}".split(",")
+    for end in ("1,1,12,1f1b,full,fp16,4.47687", "4,1,12,interleaved 1F1B (scatter/gather),full,fp16,3.08491")
+]
+
+
+def write_table(path, *rows, header=HEADER):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def read_rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_of_points(tmp_path):
+    unmeasured = [*FIGURE_12[0][:-1], ""]
+    write_table(tmp_path / "table.csv", *FIGURE_12, unmeasured)
+    done = run_plan(tmp_path, "points=table.csv", "output=predicted.csv", "stack=megatron")
+    assert done.returncode == 0, done.stderr
+    for needed in (
+        "median",
+        "signed mean",
+        "source figure 12",
+        "schedule 1f1b",
+        "gpu a100_80gb",
+        "rank correlation 1.0",
+    ):
+        assert needed in done.stdout
+    rows = read_rows(tmp_path / "predicted.csv")
+    assert [row["source"] for row in rows] == ["figure 12"] * 3
+    for row in rows[:2]:
+        expected = float(row["predicted_step_time_s"]) / float(row["step_time_s"]) - 1
+        assert float(row["error"]) == pytest.approx(expected, abs=1e-4) and abs(expected) < 0.05
+    assert rows[2]["error"] == "" and rows[2]["predicted_step_time_s"] == rows[0]["predicted_step_time_s"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predicted.csv", "table.csv"]
+
+
+def test_hardware_figures_typed_are_laid_over_the_rows(tmp_path):
+    write_table(tmp_path / "table.csv", FIGURE_12[0])
+    for name, more in (("one", []), ("two", ["hardware.peak_flops_bfloat16=156e12"])):
+        done = run_plan(tmp_path, "points=table.csv", f"output={name}.csv", *more)
+        assert done.returncode == 0, done.stderr
+    one, two = (float(read_rows(tmp_path / f"{name}.csv")[0]["predicted_step_time_s"]) for name in ("one", "two"))
+    assert 1.4 < two / one < 2
+
+
+@pytest.mark.parametrize(
+    "column, value, words",
+    [
+        ("hidden", "wide", ["column hidden", "'wide'"]),
+        ("num_gpus", "95", ["column num_gpus", "95", "96"]),
+        ("global_batch", "13", ["column global_batch"]),
+        ("microbatch", "0", ["column microbatch"]),
+        ("recompute", "half", ["column recompute", "none, full, selective"]),
+        ("precision", "int8", ["column precision"]),
+        ("gpu", "a1000", ["hardware=a1000", "a100_80gb"]),
+        ("schedule", "nosuch", ["nosuch", "1f1b"]),
+        ("step_time_s", "-1", ["column step_time_s"]),
+    ],
+)
+def test_a_bad_row_is_named_and_the_others_predicted(tmp_path, column, value, words):
+    bad = list(FIGURE_12[0])
+    bad[HEADER.index(column)] = value
+    if column == "global_batch":
+        bad[HEADER.index("microbatch")] = "2"
+    write_table(tmp_path / "table.csv", FIGURE_12[0], bad)
+    done = run_plan(tmp_path, "points=table.csv", "output=predicted.csv")
+    assert done.returncode == 2
+    line = next(line for line in done.stderr.splitlines() if "row 2" in line)
+    for word in words:
+        assert word in line
+    rows = read_rows(tmp_path / "predicted.csv")
+    assert rows[0]["predicted_step_time_s"] and not rows[1]["predicted_step_time_s"]
+
+
+def test_a_missing_column_is_named(tmp_path):
+    write_table(tmp_path / "table.csv", FIGURE_12[0][1:10], header=HEADER[1:10])
+    done = run_plan(tmp_path, "points=table.csv")
+    assert done.returncode == 2 and "lacks the columns stages" in done.stderr
