@@ -74,7 +74,9 @@ def test_what_does_not_fit_is_told_with_remedies(tmp_path):
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert max(rank["total"] for rank in plan["ranks"]) > plan["capacity_bytes"]
     assert plan["remedies"]
-    fits = run_plan(tmp_path, "model=gpt_7b", "parallel=pp4", "hardware=p4d", plan["remedies"][0].split()[0])
+    fits = run_plan(
+        tmp_path, "model=gpt_7b", "parallel=pp4", "hardware=p4d", *plan["remedies"][0].split(" (")[0].split()
+    )
     assert "DOES NOT FIT" not in fits.stdout and "fits" in fits.stdout
 
 
