@@ -27,7 +27,7 @@ from conf.schema import RootConfig, to_dict
 from pipeline.partition import Certificate, num_ranks
 from pipeline.profile import Profile
 from planning.balance import resolved_balance
-from training import announce, join, measure, sweep
+from training import announce, join, measure, outcome, sweep
 from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
 from training.data import Corpus, prepare
 from training.launch import launch
@@ -46,6 +46,7 @@ class Plan:
     warnings: list[str]
     split: Certificate  # of config.parallel.balance, a list by now
     profile: Profile | None  # measured times of the layers, where they were asked for
+    prediction: dict  # plan.json
 
 
 def run(config: DictConfig, jobs: list[Job]) -> None:
@@ -95,7 +96,7 @@ def make_plan(config: DictConfig) -> Plan:
     if resolved.preflight:
         announce.preflight(resolved, memory)
     corpus = prepare(resolved.data, sequence=resolved.train.sequence)
-    return Plan(composed, resolved, corpus, memory, warnings, split, profile)
+    return Plan(composed, resolved, corpus, memory, warnings, split, profile, outcome.plan_for(resolved))
 
 
 def _cut(config: RootConfig) -> tuple[RootConfig, Certificate, Profile | None]:
@@ -166,6 +167,7 @@ def _write_inputs(run_dir: Path, plan: Plan) -> None:
         ("resolved.json", to_dict(plan.config)),
         ("corpus.json", plan.corpus.to_dict()),
         ("split.json", plan.split.to_dict()),
+        ("plan.json", plan.prediction),
     ):
         partial = run_dir / f"{name}.{os.getpid()}.tmp"
         partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -252,6 +254,8 @@ def _say(plan: Plan) -> None:
 
 def _say_end(job: Job) -> None:
     result = job.result
+    if job.number is None and (comparison := outcome.table(result)):
+        print("\n" + comparison)
     if job.number is None:
         print(f"\n{result['status']}: {job.run_dir}\nlook at it: tensorboard --logdir experiments", flush=True)
     else:

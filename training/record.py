@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RootConfig, from_dict, to_dict
+from training import outcome
 
 STATUSES = ("completed", "stopped", "failed", "out_of_memory", "invalid", "skipped")
 
@@ -75,10 +76,14 @@ class Recorder:
 
     def finish(self, status: str, figures: dict[str, Any] | None = None) -> dict:
         """End the run and write result.json: `figures` (`reason`, `split`, …) take the place of `summary`'s."""
+        seconds = time.time() - self.started
+        result = {"status": status, "seconds": seconds, **(figures or {})}
+        measured = summary(self.run_dir) | result
+        for tag, value in outcome.scalars(outcome.compared(self.run_dir, measured)).items():
+            self._events.add_scalar(tag, value, measured["steps"])
         self._events.file_writer.add_summary(_session_end(status))
         self.close()
-        seconds = time.time() - self.started
-        return write_result(self.run_dir, {"status": status, "seconds": seconds, **(figures or {})})
+        return write_result(self.run_dir, result)
 
     def close(self) -> None:
         """Put everything on disk and end no record; `finish` does it too."""
@@ -108,6 +113,10 @@ def write_result(run_dir: str | os.PathLike, result: dict[str, Any]) -> dict:
     run_dir = Path(run_dir)
     full = {"status": result["status"]} | summary(run_dir) | result
     full = {key: value for key, value in full.items() if value is not None}
+    compared = outcome.compared(run_dir, full)
+    if "error" in full:  # a failed run's message
+        compared.pop("error", None)
+    full |= compared
     full |= {"versions": versions(), "overrides": read_overrides(run_dir)}
     partial = run_dir / f"result.json.{os.getpid()}.tmp"
     partial.write_text(_to_json(full, indent=1) + "\n")
