@@ -1,4 +1,4 @@
-"""Predicted beside measured: the plan of a run, written before its first step, and its signed errors at the end. No torch.
+"""Predicted beside measured: a run's plan, written before its first step, and its signed errors at the end. No torch.
 
 plan.json     in the run folder: planning.make_plan's, or why nothing could be predicted
 result.json   `predicted` and `error` (predicted / measured - 1), under the names of the measured figures
@@ -28,7 +28,7 @@ SHOWN = {
 
 
 def plan_for(config: RootConfig) -> dict:
-    """plan.json of a run; where the hardware lacks a figure, {"unpredicted": why}. config: resolved, its balance a list."""
+    """plan.json of a run; {"unpredicted": why} where the hardware lacks a figure. config: resolved, its balance a list."""
     try:
         return make_plan(config)
     except ValueError as error:
