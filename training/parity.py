@@ -175,8 +175,7 @@ def main(folder: Path) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with launch.guard(folder, rank):
         configs = [from_dict(values) for values in json.loads((folder / "cases.json").read_text())]
-        if world > 1:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=configs[0].train.stall_timeout_s))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=configs[0].train.stall_timeout_s))
         groups = {world: dist.group.WORLD} if world > 1 else {}
         reports, expected = [], {}
         for number, config in enumerate(configs):
@@ -195,8 +194,7 @@ def main(folder: Path) -> None:
         if rank == 0:
             (folder / "reports.json").write_text(json.dumps([asdict(report) for report in reports]))
             write_result(folder, {"status": "completed"})
-        if world > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _report(config: RootConfig, folder: Path, needed: int, expected: dict[str, Measured]) -> Report:

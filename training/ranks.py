@@ -82,7 +82,7 @@ def _status_bytes(key: str) -> int:
 
 
 def start(device_kind: str, store: dist.Store | None, rank: int, world: int, timeout_s: float) -> Ranks:
-    """Joins the process group (gloo on CPU, NCCL on CUDA) when there is more than one rank.
+    """Joins the process group (gloo on CPU, NCCL on CUDA) of `store`; None: this process is alone and needs none.
 
     `timeout_s`: how long a rank waits for another before torch gives up: longer than the watchdog, which can say why.
     """
@@ -90,7 +90,7 @@ def start(device_kind: str, store: dist.Store | None, rank: int, world: int, tim
     device = torch.device("cuda", local_rank) if device_kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world > 1:
+    if store is not None:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("ranks", store),
