@@ -28,7 +28,7 @@ SHOWN = {
 
 
 def plan_for(config: RootConfig) -> dict:
-    """plan.json of a run; {"unpredicted": why} where the hardware lacks a figure. config: resolved, its balance a list."""
+    """plan.json of a run; {"unpredicted": why} where a figure is missing. config: resolved, its balance a list."""
     try:
         return make_plan(config)
     except ValueError as error:
