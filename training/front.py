@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from conf.schema import RootConfig, to_dict
 from pipeline.partition import Certificate, num_ranks
 from pipeline.profile import Profile
 from planning.balance import resolved_balance
-from training import announce, join, measure, outcome, sweep
+from training import announce, join, measure, outcome, resume, sweep
 from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
 from training.data import Corpus, prepare
 from training.launch import launch
@@ -65,26 +65,62 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
             jobs.append(job)
             return
         try:
-            plan = make_plan(config)
+            config, found = _resumed(config, job)
+            plan = make_plan(config, found, hydra.overrides.task)
         except BAD_INPUT as error:
             if not in_sweep:
                 raise Refused(one_line(error)) from error
             _record_invalid(config, job, error)
         else:
-            _say(plan)
-            job.run_dir = _claim_for(job)
-            (job.run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
-            _write_inputs(job.run_dir, plan)
-            job.result = _launch(job.run_dir, plan)
+            _train(config, job, plan, found)
         jobs.append(job)
     _say_end(job)
     if in_sweep and job.interrupted:
         raise KeyboardInterrupt
 
 
-def make_plan(config: DictConfig) -> Plan:
-    """Every check that needs no rank. Raises ValueError, or OmegaConf's errors, for bad input."""
+def _resumed(config: DictConfig, job: Job) -> tuple[DictConfig, resume.Found | None]:
+    """With resume=: the saved configuration with what was typed on top, and the run to go on from."""
+    if config.resume is None:
+        return config, None
+    if job.number is not None:
+        raise ValueError("resume= goes on with one run; for a sweep, resume_sweep=true runs the jobs that are missing")
+    found = resume.find(config.resume, job.run_dir.parent)
+    if found is None:
+        print(f"resume=auto: no run in {job.run_dir.parent} has a checkpoint: a fresh start", flush=True)
+        return config, None
+    config, job.overrides = resume.compose(config, job.overrides, found)
+    return config, found
+
+
+def _train(config: DictConfig, job: Job, plan: Plan, found: resume.Found | None) -> None:
+    """In a new folder, or in the one of the run that is resumed."""
+    if found is not None and resume.is_done(plan.config, found):
+        job.run_dir, job.result, job.earlier = found.run_dir, read_result(found.run_dir), True
+        print(f"all {found.step} steps are done already; a larger train.steps goes on")
+        return
+    _say(plan)
+    if found is None or _folder_typed():
+        job.run_dir = _claim_for(job)
+        resume.lock(job.run_dir)
+        if found is not None:
+            resume.go_on_in(job.run_dir, found)
+    else:
+        job.run_dir = resume.reopen(found)
+        (job.run_dir / ".hydra" / "overrides.yaml").write_text(OmegaConf.to_yaml(job.overrides))
+    (job.run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    _write_inputs(job.run_dir, plan)
+    job.result = _launch(job.run_dir, plan)
+
+
+def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequence[str] = ()) -> Plan:
+    """Every check that needs no rank. Raises ValueError, or OmegaConf's errors, for bad input.
+
+    found: the run to go on from, with what was `typed` on top.
+    """
     composed = _to_object(config)
+    if found is not None:
+        resume.keep_chosen(composed, typed, found.facts)
     if not re.fullmatch(r"[\w.+=-]+(/[\w.+=-]+)*", composed.name) or ".." in composed.name.split("/"):
         raise ValueError(f"name={composed.name} names a folder in experiments/: use letters, digits and . _ + = - only")
     resolved = resolve(composed)
@@ -95,7 +131,12 @@ def make_plan(config: DictConfig) -> Plan:
     memory = announce.predicted_memory(resolved)
     if resolved.preflight:
         announce.preflight(resolved, memory)
+    announce.check_room(resolved, Path("experiments", resolved.name) if found is None else found.run_dir)
     corpus = prepare(resolved.data, sequence=resolved.train.sequence)
+    if found is not None:
+        resume.check_compatible(resolved, corpus, found)
+        if not _folder_typed():
+            resume.lock(found.run_dir)
     return Plan(composed, resolved, corpus, memory, warnings, split, profile, outcome.plan_for(resolved))
 
 
@@ -152,10 +193,13 @@ def claim(folder: Path, *, chosen_by_user: bool = False) -> Path:
             pass  # another start, refused, has just removed its empty folder of the same name
 
 
-def _claim_for(job: Job) -> Path:
+def _folder_typed() -> bool:
     typed = HydraConfig.get().overrides.hydra
-    chosen = any(override.startswith(("hydra.run.dir=", "hydra.sweep.")) for override in typed)
-    run_dir = claim(job.run_dir, chosen_by_user=chosen)
+    return any(override.startswith(("hydra.run.dir=", "hydra.sweep.")) for override in typed)
+
+
+def _claim_for(job: Job) -> Path:
+    run_dir = claim(job.run_dir, chosen_by_user=_folder_typed())
     for name, content in (("overrides", job.overrides), ("hydra", OmegaConf.create({"hydra": HydraConfig.get()}))):
         (run_dir / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(content))
     return run_dir
@@ -167,7 +211,7 @@ def _write_inputs(run_dir: Path, plan: Plan) -> None:
         ("resolved.json", to_dict(plan.config)),
         ("corpus.json", plan.corpus.to_dict()),
         ("split.json", plan.split.to_dict()),
-        ("plan.json", plan.prediction),
+        ("plan.json", plan.prediction | {"split": plan.split.to_dict()}),
     ):
         partial = run_dir / f"{name}.{os.getpid()}.tmp"
         partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -207,7 +251,7 @@ def _launch(run_dir: Path, plan: Plan) -> dict:
             join.announce_folder(run_dir)
             join.train(run_dir)
             return read_result(run_dir)
-        return launch(run_dir, num_ranks(plan.config.parallel))
+        return launch(run_dir, num_ranks(plan.config.parallel), max_restarts=plan.config.train.max_restarts)
     except Exception as error:
         traceback.print_exc()
         return finish_failed(run_dir, "failed", error=f"{type(error).__name__}: {error}")
@@ -220,7 +264,9 @@ def follow(rank: int) -> int:
     """A rank other than 0 that was started by torchrun: no folder, nothing printed; returns the exit code."""
     error = None
     try:
-        plan = make_plan(join.compose_without_folder())
+        config = join.compose_without_folder()
+        if config.resume is None:  # else the folder is there already, and rank 0 checks
+            plan = make_plan(config)
     except BAD_INPUT as bad:
         error = bad
     run_dir = join.hear_folder(rank)
