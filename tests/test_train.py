@@ -29,7 +29,7 @@ def runs(cwd: Path, name: str = "runs") -> list[Path]:
 
 BAD_INPUT = {
     "train.global_batch=30": "train.global_batch=30 is not divisible",
-    "parallel.stages=9": "9",
+    "parallel.stages=12": "12",
     "parallel.chunks=0": "parallel.chunks=0 must be at least 1",
     "parallel.schedule=nope": "1f1b",
     "parallel.engine=nope": "fairscale",
