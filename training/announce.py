@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from conf.device import num_cores
 from conf.schema import RootConfig, to_dict
 from models.describe import LayerSpec, describe, num_parameters
 from pipeline.partition import Certificate, num_ranks, split
 from pipeline.schedule import bubble_ideal, held_microbatches, make_schedule
 from planning.memory import machine_memory_bytes, rank_memory
+from training import manifest
 from training.data import Corpus
 
 
@@ -45,6 +48,31 @@ def preflight(config: RootConfig, memory: list[dict]) -> None:
         raise DoesNotFit(f"the run would hold {each}, and each device has {device}: {remedy}")
 
 
+def state_bytes(config: RootConfig) -> int:
+    """Bytes of a checkpoint: weights and what the optimizer keeps of each, in the weights' type (build.DTYPES)."""
+    optimizer = config.optimizer
+    tensors = 3 if optimizer.name == "adamw" else 2 if optimizer.momentum else 1
+    width = 8 if config.train.precision == "float64" else 4
+    return num_parameters(describe(config.model)) * tensors * width
+
+
+def check_room(config: RootConfig, run_dir: Path) -> None:
+    """Raises ValueError when the disk has no room for a checkpoint."""
+    if config.train.checkpoint_every and (message := manifest.room_message(run_dir, state_bytes(config))):
+        raise ValueError(f"{message}: make room, or go without checkpoints: train.checkpoint_every=0")
+
+
+def checkpoint_line(config: RootConfig) -> str:
+    """When checkpoints are saved, and how large they are."""
+    train = config.train
+    if not train.checkpoint_every:
+        return "none (train.checkpoint_every=0)"
+    every = f"every {train.checkpoint_every:,} steps, " if train.checkpoint_every < train.steps else ""
+    return (
+        f"{every}at the end and when stopped: {gib(state_bytes(config))} each, the newest {train.keep_checkpoints} kept"
+    )
+
+
 def describe_run(config: RootConfig, corpus: Corpus, memory: list[dict]) -> str:
     """A few lines on what is about to run: layers and memory of each rank, batch, bubble, length, data."""
     model, parallel, train, optimizer = config.model, config.parallel, config.train, config.optimizer
@@ -64,6 +92,7 @@ def describe_run(config: RootConfig, corpus: Corpus, memory: list[dict]) -> str:
         f"({train.steps * tokens / corpus.train_tokens:.2g} epochs){limit}",
         f"optimizer  {optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.warmup_steps} warm-up "
         f"steps, then {optimizer.schedule}{clipping}",
+        f"checkpoint {checkpoint_line(config)}",
         f"hardware   {config.hardware.name}, {train.precision}{_processes(config)}",
         f"data       {corpus.description}",
     ]

@@ -94,6 +94,24 @@ def read_error(run_dir: str | Path, rank: int) -> RankError | None:
         return None
 
 
+def clear(run_dir: str | Path) -> None:
+    """Remove what an earlier attempt recorded, before ranks start in the same folder again."""
+    for path in Path(run_dir, "logs").glob("rank_*.error.json"):
+        path.unlink()
+    Path(run_dir, "logs", "stalled").unlink(missing_ok=True)
+
+
+def cause_of_restart(run_dir: str | Path, num_ranks: int) -> str:
+    """The headline of what ended the last attempt, from what its ranks recorded; a rank that was killed is silent."""
+    errors = [read_error(run_dir, rank) for rank in range(num_ranks)]
+    known = [error for error in errors if error is not None and not error.is_victim]
+    stalls = [error for error in known if error.is_stall]
+    if known:
+        return _earliest(stalls or known).headline
+    silent = [str(rank) for rank, error in enumerate(errors) if error is None]
+    return f"rank {' or '.join(silent) or '?'} died and recorded no error"
+
+
 def root_cause(run_dir: str | Path, exits: dict[int, tuple[int, float]]) -> RankError:
     """The error that ended the run, among the ranks that ended badly.
 

@@ -113,15 +113,17 @@ def agree_on_folder(store: Any, rank: int, run_dir: str | None) -> str:
 # --- in the parent ---
 
 
-def launch(run_dir: str | Path, num_ranks: int, worker: tuple[str, ...] = ("-m", "training.worker")) -> dict:
+def launch(
+    run_dir: str | Path, num_ranks: int, worker: tuple[str, ...] = ("-m", "training.worker"), max_restarts: int = 0
+) -> dict:
     """Run `python WORKER RUN_DIR` once a rank on this machine, wait for all, and return the run's result.json.
 
-    When a rank fails the others end within seconds, the failing rank's own error is printed, and the result says so.
+    When a rank fails the others end within seconds, and all start again, at most `max_restarts` times; then the failing rank's own error is printed, and the result says so.
     Ctrl-C, SIGTERM or SIGHUP stops the run at the next step boundary; a second one kills the ranks at once. Call it
     from the main thread (signals). No process is left when it returns.
     """
     with _environment(num_ranks), _Stopper() as stop:
-        exits = _run_elastic([*worker, str(run_dir)], num_ranks, stop)
+        exits = _run_elastic([*worker, str(run_dir)], num_ranks, max_restarts, stop)
     result = read_result(run_dir)
     cause = root_cause(run_dir, exits) if exits else None
     if stop.requested and (cause is None or not cause.type or cause.is_victim):
@@ -157,7 +159,9 @@ def _finish(run_dir: str | Path, error: RankError) -> dict:
     return finish_failed(run_dir, status, error=error.headline, rank=error.rank)
 
 
-def _run_elastic(arguments: list[str], num_ranks: int, stop: _Stopper) -> dict[int, tuple[int, float]]:
+def _run_elastic(
+    arguments: list[str], num_ranks: int, max_restarts: int, stop: _Stopper
+) -> dict[int, tuple[int, float]]:
     """Start the ranks and wait for them. Returns how the ranks that did not exit with 0 ended: rank -> (code, when)."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -177,7 +181,7 @@ def _run_elastic(arguments: list[str], num_ranks: int, stop: _Stopper) -> dict[i
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # a free port
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=0.1,
         signals_to_handle="SIGQUIT",  # the others are ours (_Stopper)
         shutdown_timeout=SHUTDOWN_S,

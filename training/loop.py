@@ -12,8 +12,9 @@ from conf.schema import RootConfig
 from models.describe import describe, model_flops_per_token
 from models.dropout import sample_keys
 from pipeline.engines.base import Batch, Engine
-from training import imbalance
+from training import faults, imbalance
 from training.build import build_engine, canonical_order, engine_class
+from training.checkpoint import Checkpoints, Position
 from training.data import Batches, Corpus
 from training.optimizer import clip_, global_norm, learning_rate, make_optimizer
 from training.progress import Progress
@@ -98,10 +99,13 @@ class Trainer:
         self.optimizer.step()
         return outcome
 
-    @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss in nats a token over the first `train.validate_sequences` held-out sequences, on every rank."""
-        count = min(self.config.train.validate_sequences, self.batches.num_validation)
+        """`held_out_loss` of `train.validate_sequences`, or of as many as there are."""
+        return self.held_out_loss(min(self.config.train.validate_sequences, self.batches.num_validation))
+
+    @torch.no_grad()
+    def held_out_loss(self, count: int) -> float:
+        """Mean loss in nats a token over the first `count` held-out sequences, on every rank."""
         inputs, targets = self.batches.validation(0, count)
         batch = Batch(
             self._tensor(inputs if self.engine.needs_inputs else None),
@@ -144,8 +148,8 @@ class Trainer:
         return None if array is None else torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
 
 
-def train(trainer: Trainer, recorder) -> dict:
-    """Runs to the last step, a stop signal or the time limit.
+def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position) -> dict:
+    """Runs from `start` to the last step, a stop signal or the time limit; the checkpoints that are due are saved.
 
     Args:
         recorder: `training.record.Recorder` on rank 0, None on the others.
@@ -156,11 +160,14 @@ def train(trainer: Trainer, recorder) -> dict:
     Raises NonFiniteError; whatever a rank meets.
     """
     config, ranks = trainer.config, trainer.ranks
-    progress = Progress(config.train.steps, config.train.log_every) if ranks.rank == 0 else None
-    done, skipped, reason, validated = 0, 0, None, {}
+    progress = Progress(config.train.steps, config.train.log_every, first=start.step) if ranks.rank == 0 else None
+    done, skipped, reason, validated = start.step, start.skipped, None, {}
+    if not start.validated and _validation_due(config, done):
+        validated = _validate(trainer, recorder, progress, done)
     while done < config.train.steps:
         trainer.watch.before_step(done)
         begin = time.perf_counter()
+        faults.before_step(config.fault, ranks.rank, done + 1, checkpoints.run_dir)
         outcome = trainer.step(done)
         seconds = time.perf_counter() - begin
         trainer.watch.after_step()
@@ -172,10 +179,14 @@ def train(trainer: Trainer, recorder) -> dict:
         if outcome.stop or outcome.out_of_time:
             reason = "signal" if outcome.stop else "max_minutes"
             break
-        if config.train.validate_every and done % config.train.validate_every == 0 and done < config.train.steps:
+        if _validation_due(config, done):
             validated = _validate(trainer, recorder, progress, done)
+        if checkpoints.due(done) and done < config.train.steps:
+            checkpoints.save(Position(done, skipped), wait=False)
+        checkpoints.poll()
     if progress is not None:
         progress.close()
+    checkpoints.save(Position(done, skipped, validated=False), wait=True)
     if reason != "signal":
         validated = _validate(trainer, recorder, progress, done)
     found = trainer.watch.report()
@@ -187,9 +198,15 @@ def train(trainer: Trainer, recorder) -> dict:
         "steps": done,
         "skipped_steps": skipped or None,
         "imbalance": found,
+        "checkpoint": checkpoints.figures(),
         "peak_resident_bytes": [int(value) for value in ranks.gather(ranks.peak_resident_bytes())],
         **validated,
     }
+
+
+def _validation_due(config: RootConfig, step: int) -> bool:
+    every = config.train.validate_every
+    return bool(every) and step % every == 0 and step < config.train.steps
 
 
 def _validate(trainer: Trainer, recorder, progress: Progress | None, step: int) -> dict:

@@ -53,17 +53,23 @@ HPARAMS = {
 class Recorder:
     """What rank 0 writes while it trains. `finish` ends it; a run that dies before is ended by `finish_failed`."""
 
-    def __init__(self, run_dir: str | os.PathLike, config: RootConfig):
+    def __init__(self, run_dir: str | os.PathLike, config: RootConfig, done: int = 0):
+        """done: steps that the run goes on from; what is recorded of later ones is taken back."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.run_dir = Path(run_dir)
         self.started = time.time()
+        keep_steps(self.run_dir, done)
         self._metrics = open(self.run_dir / "metrics.jsonl", "a", buffering=1)  # a line is on disk when it is written
-        self._events = SummaryWriter(str(self.run_dir))
+        again = any(self.run_dir.glob("events.out.tfevents.*"))
+        self._events = SummaryWriter(str(self.run_dir), purge_step=done + 1 if again else None)
         self._flushed = 0.0
         atexit.register(self.close)  # an exception ends the process without `finish`
         self._events.add_text("config", f"```yaml\n{_as_yaml(config)}\n```")
         self._events.file_writer.add_summary(_session_start(hparams(config)))
+        if not again:  # the run goes on from one in another folder: its curves come along
+            for figures in (record for kind in _read_metrics(self.run_dir / "metrics.jsonl") for record in kind):
+                self._scalars(figures)
         self._events.flush()
 
     def step(self, figures: dict[str, Any]) -> None:
@@ -93,14 +99,37 @@ class Recorder:
 
     def _write(self, figures: dict[str, Any]) -> None:
         self._metrics.write(_to_json(figures) + "\n")
+        self._scalars(figures)
+        if time.monotonic() - self._flushed > 1.0:  # so that TensorBoard and a kill -9 find the run up to date
+            self._events.flush()
+            self._flushed = time.monotonic()
+
+    def _scalars(self, figures: dict[str, Any]) -> None:
         for key, value in figures.items():
             if key in TAGS:
                 self._events.add_scalar(TAGS[key], value, figures["step"])
         for rank, value in enumerate(figures.get("memory_bytes", [])):
             self._events.add_scalar(f"memory/rank_{rank}_bytes", value, figures["step"])
-        if time.monotonic() - self._flushed > 1.0:  # so that TensorBoard and a kill -9 find the run up to date
-            self._events.flush()
-            self._flushed = time.monotonic()
+
+
+def keep_steps(run_dir: str | os.PathLike, done: int) -> None:
+    """Take the lines of steps after `done` out of metrics.jsonl, and a last one cut short by a kill; all at once."""
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= done:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            continue
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(partial, "w") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 # --- result.json ---

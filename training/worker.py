@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import RootConfig, from_dict
-from training import launch
+from training import failure, launch, resume
 from training.bigram import bigram_loss
+from training.checkpoint import Checkpoints
 from training.data import Corpus
 from training.loop import Trainer, train
 from training.ranks import Ranks, start
@@ -41,8 +42,12 @@ def main(run_dir: str | None) -> None:
         run_dir = launch.agree_on_folder(store, rank, run_dir)
     with launch.guard(run_dir, rank):
         _log_to_file(Path(run_dir), rank)
+        if rank == 0:
+            _say_restart(Path(run_dir), world)
         config = from_dict(json.loads(Path(run_dir, "resolved.json").read_text()))
         corpus = Corpus.from_dict(json.loads(Path(run_dir, "corpus.json").read_text()))
+        if world == 1 and config.parallel.engine == "torch":
+            store = dist.HashStore()  # torch's stages want a group, also of one
         timeout_s = config.train.stall_timeout_s
         ranks = start(config.hardware.device, store, rank, world, timeout_s + WATCHDOG_FIRST_S)
         if world > 1:
@@ -58,15 +63,29 @@ def main(run_dir: str | None) -> None:
 def _run(config: RootConfig, corpus: Corpus, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) -> None:
     torch.manual_seed(config.train.seed)  # nothing here draws from it; what a library draws is then the same each run
     trainer = Trainer(config, ranks, corpus, lambda: stop.requested)
-    recorder = Recorder(run_dir, config) if ranks.rank == 0 else None
     try:
-        result = train(trainer, recorder)
+        checkpoints = Checkpoints(trainer, run_dir, resume.read_source(run_dir))
+        start = checkpoints.restore()
+        recorder = Recorder(run_dir, config, start.step) if ranks.rank == 0 else None
+        result = train(trainer, recorder, checkpoints, start)
         if ranks.rank == 0:
             result["split"] = json.loads((run_dir / "split.json").read_text())
             result |= _against_bigram(config, corpus, result)
             recorder.finish(result.pop("status"), result)
     finally:
         trainer.engine.close()
+
+
+def _say_restart(run_dir: Path, world: int) -> None:
+    """When torch's elastic agent has started the ranks again: what ended them, which must not be taken for the end of
+    this attempt. The other ranks wait in `start` for this one."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt:
+        cause = failure.cause_of_restart(run_dir, world)
+        failure.clear(run_dir)
+        text = f"{cause}: restart {attempt} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
+        log.warning(text)
+        print(text, flush=True)
 
 
 def _against_bigram(config: RootConfig, corpus: Corpus, result: dict) -> dict:
