@@ -8,10 +8,8 @@ makes a checkpoint complete.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import pickle
 import statistics
 import time
 import warnings
@@ -19,15 +17,13 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from conf.schema import to_dict
@@ -36,6 +32,7 @@ from planning.memory import machine_memory_bytes
 from training import manifest
 from training.manifest import CheckpointError
 from training.record import versions
+from training.shards import Reader, Target, Writer, cause, state_bytes, state_of
 
 log = logging.getLogger("training")
 
@@ -45,7 +42,6 @@ PROOF_SEQUENCES = 4  # held-out sequences whose loss a checkpoint holds
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2e-2}
 GROUP_TIMEOUT = timedelta(hours=2)  # a rank with little to write waits for the slowest disk
 STAGING_RESERVE_BYTES = 2**30  # of memory that a copy of the state leaves free
-ENTRY_BYTES = 4096  # of file a tensor takes beside its values, at most
 
 
 @dataclass
@@ -55,123 +51,6 @@ class Position:
     step: int = 0  # optimizer steps done
     skipped: int = 0  # of these, how many changed nothing (train.nonfinite=skip)
     validated: bool = True  # the validation that is due after this step, if any, is recorded
-
-
-# --- the state ---
-
-
-def state_of(parameters: dict[str, nn.Parameter], tied: dict[str, str], optimizer: torch.optim.Optimizer) -> dict:
-    """Canonical name -> tensor, all that this rank holds and no other rank saves: no copies, the tensors themselves."""
-    state = {}
-    for name, parameter in parameters.items():
-        if name not in tied:
-            state[name] = parameter.detach()
-            held = optimizer.state.get(parameter, {})
-            state |= {f"optimizer.{name}.{key}": value for key, value in held.items() if isinstance(value, Tensor)}
-    return state
-
-
-class _Target:
-    """Where this rank's part of a checkpoint goes: parameters in place, the optimizer's tensors made for it."""
-
-    def __init__(self, trainer, metadata: Metadata):
-        self.state: dict[str, Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (from, to): a tied weight's two copies on one rank
-        self._trainer, saved = trainer, metadata.state_dict_metadata
-        keys: dict[str, list[str]] = {}
-        for name in saved:
-            if name.startswith("optimizer."):
-                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
-                keys.setdefault(owner, []).append(key)
-        for name, parameter in trainer.engine.parameters.items():
-            owner = trainer.engine.tied.get(name, name)
-            self._add(owner, parameter.detach(), saved)
-            held = {}
-            for key in keys.get(owner, []):
-                full = f"optimizer.{owner}.{key}"
-                size, dtype = saved[full].size, saved[full].properties.dtype
-                held[key] = torch.empty(size, dtype=dtype, device=parameter.device)
-                self._add(full, held[key], saved)
-            trainer.optimizer.state[parameter] = held
-
-    def _add(self, name: str, tensor: Tensor, saved: dict) -> None:
-        if name not in saved or saved[name].size != tensor.shape:
-            there = list(saved[name].size) if name in saved else "nothing of that name"
-            raise CheckpointError(f"{name} is {list(tensor.shape)} in this run's model and {there} in the checkpoint")
-        if saved[name].properties.dtype != tensor.dtype:
-            raise CheckpointError(f"{name} is {tensor.dtype} here and {saved[name].properties.dtype} in the checkpoint")
-        if name in self.state:
-            self._copies.append((self.state[name], tensor))
-        else:
-            self.state[name] = tensor
-
-    def finish(self) -> None:
-        for source, copy in self._copies:
-            copy.copy_(source)
-
-
-# --- torch.distributed.checkpoint ---
-
-_ALLOWED = {  # all that a Metadata of plain tensors pickles
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata MetadataIndex StorageMeta ChunkStorageMetadata TensorStorageMetadata TensorProperties "
-        "_MEM_FORMAT_ENCODING"
-    ).split(),
-    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    "torch.serialization": ["_get_layout"],
-    "torch": ["Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8"],
-    "pathlib": ["PosixPath"],
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint of this project does")
-        return super().find_class(module, name)
-
-
-class Reader(dcp.FileSystemReader):
-    """Tensors are read with weights_only=True (torch's own reader does); .metadata, a pickle, by an allow-list."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            return _Unpickler(file).load()
-
-
-class Writer(dcp.FileSystemWriter):
-    """Writes into step_N.tmp; when every rank has written and hashed its files, rank 0 makes it the complete step_N."""
-
-    def __init__(self, folder: Path, facts: dict, keep: int):
-        super().__init__(folder)
-        self.folder, self._facts, self._keep = folder, facts, keep
-
-    def write_data(self, plan, planner):
-        written = super().write_data(plan, planner)
-        names = {result.storage_data.relative_path for result in written.wait()}
-        manifest.record_files(self.folder, self._facts["rank"], names)
-        return written
-
-    def finish(self, metadata, results) -> None:  # on the coordinator alone
-        super().finish(metadata, results)
-        manifest.record_files(self.folder, -1, [".metadata"])
-        facts = {key: value for key, value in self._facts.items() if key != "rank"}
-        manifest.commit(self.folder, facts | {"files": manifest.collect_files(self.folder)})
-        manifest.prune(self.folder.parent.parent, self._keep)
-
-
-def _one_line(error: BaseException) -> str:
-    """The cause inside what torch.distributed.checkpoint raises, which lists every rank's traceback."""
-    where = ""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (error, _) = min(error.failures.items())
-        where = f"rank {rank}: "
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{where}the disk is full"
-    return where + (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
-
-
-# --- a run's checkpoints ---
 
 
 class Checkpoints:
@@ -269,7 +148,7 @@ class Checkpoints:
         older = f"{left[0].name} is complete" if left else "there is no older one"
         if self.ranks.rank == 0:
             manifest.discard(self._saving)
-        return CheckpointError(f"{self._saving.stem} was not saved: {_one_line(error)}; {older}")
+        return CheckpointError(f"{self._saving.stem} was not saved: {cause(error)}; {older}")
 
     def _facts(self, position: Position, proof: float) -> dict:
         config = self.trainer.config
@@ -291,8 +170,7 @@ class Checkpoints:
         }
 
     def _check_room(self, state: dict[str, Tensor]) -> None:
-        size = sum(tensor.numel() * tensor.element_size() + ENTRY_BYTES for tensor in state.values())
-        self.bytes = int(self.ranks.sum([float(size)])[0])
+        self.bytes = int(self.ranks.sum([float(state_bytes(state))])[0])
         message = manifest.room_message(self.run_dir, self.bytes) if self.ranks.rank == 0 else None
         if self.ranks.sum([float(message is not None)])[0]:
             left = manifest.complete(self.run_dir)
@@ -303,7 +181,7 @@ class Checkpoints:
         """Whether every machine has memory for a copy of its ranks' state; where a copy exists, it is used again."""
         if self._stager is not None:
             return True
-        size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        size = state_bytes(state)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world))
         short = size * local + STAGING_RESERVE_BYTES > machine_memory_bytes()
         if self.ranks.sum([float(short)])[0]:
@@ -381,12 +259,12 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> None:
         reader = Reader(folder)
-        target = _Target(self.trainer, reader.read_metadata())
+        target = Target(self.trainer, reader.read_metadata())
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             dcp.load(target.state, storage_reader=reader, planner=planner, **self._distributed())
         except CheckpointException as error:
-            raise CheckpointError(f"{folder}: {_one_line(error)}") from error
+            raise CheckpointError(f"{folder}: {cause(error)}") from error
         target.finish()
         if folder.parent == manifest.checkpoints_dir(self.run_dir):
             self.saved_step = manifest.step_of(folder)

@@ -1,4 +1,4 @@
-"""Faults on purpose: one rank raises, dies, falls silent or slows down at a chosen step (`fault` in conf/config.yaml)."""
+"""Faults on purpose: one rank raises, dies, falls silent or slows down at a step (`fault` in conf/config.yaml)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class InjectedFault(RuntimeError):
 
 
 def before_step(fault: FaultConfig, rank: int, step: int, run_dir: Path) -> None:
-    """What `fault` says, as step number `step` (from 1) begins on `rank`. All but `slow` happen once a run folder: a run
-    that has started again, or goes on from it, is not hit again."""
+    """What `fault` says, as step number `step` (from 1) begins on `rank`. All but `slow` happen once a run folder: a
+    run that has started again, or goes on from it, is not hit again."""
     if fault.kind == "none" or rank != fault.rank or step < fault.step:
         return
     if fault.kind == "slow":

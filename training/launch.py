@@ -118,7 +118,8 @@ def launch(
 ) -> dict:
     """Run `python WORKER RUN_DIR` once a rank on this machine, wait for all, and return the run's result.json.
 
-    When a rank fails the others end within seconds, and all start again, at most `max_restarts` times; then the failing rank's own error is printed, and the result says so.
+    When a rank fails the others end within seconds, and all start again, at most `max_restarts` times; then the failing
+    rank's own error is printed, and the result says so.
     Ctrl-C, SIGTERM or SIGHUP stops the run at the next step boundary; a second one kills the ranks at once. Call it
     from the main thread (signals). No process is left when it returns.
     """

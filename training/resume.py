@@ -1,4 +1,4 @@
-"""What `resume=` means: which run and checkpoint, its configuration with what was typed on top, and what may not change.
+"""What `resume=` means: which run and checkpoint, its configuration with what is typed on top, and what may not change.
 
 The ranks find, check and load the checkpoint themselves (training/checkpoint.py); here nothing is loaded. No torch.
 """
