@@ -96,6 +96,8 @@ def layer_cost(spec: LayerSpec, config: RootConfig, stack: Stack, device: Rates,
         ops.append(_weight_copies(spec, shape))
     elif spec.kind in ("block", "head"):  # the gradients of a micro-batch are added to those of the others
         ops.append(Pass(0, 0, 3 * stack.gradient_bytes * _matrix_elements(spec) / shape.t))
+    if spec.kind == "embedding" and stack.name == "torch":  # its gradient is dense: cleared, filled, added to the sum
+        ops.append(Pass(0, 0, 4 * DTYPE_BYTES["float32"] * _matrix_elements(spec) / shape.t))
     core = list(_attention(shape)) if spec.kind == "block" and config.model.family == "gpt" else []
     whole = _seconds(ops, stack, device, tensor)
     return LayerCost(*whole, attention=_seconds(core, stack, device, tensor)[0])
