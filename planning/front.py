@@ -22,6 +22,7 @@ from conf.resolve import hardware_file, resolve
 from conf.schema import HardwareConfig, PlanRootConfig, RootConfig, register
 from planning import advice, report
 from planning.balance import resolved_balance
+from planning.calibrate import calibrated
 from planning.points import predict_table, rank_correlation, read_table
 from planning.predict import make_plan
 from planning.stack import get_stack
@@ -87,7 +88,7 @@ def plan_of(typed: RootConfig, stack: str) -> tuple[RootConfig, dict]:
     asked = config.parallel.balance
     if asked == "time":
         raise ValueError("parallel.balance=time measures layers, and plan.py runs nothing: set parallel.balance=auto")
-    config, certificate = resolved_balance(config)
+    config, certificate = resolved_balance(calibrated(config))
     plan = make_plan(config, stack)
     step = Step(plan["step"], plan["predicted"]["bubble_fraction"])
     plan["split"] = certificate.to_dict()

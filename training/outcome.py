@@ -14,6 +14,7 @@ from typing import Any
 
 from conf.schema import RootConfig
 from planning import errors
+from planning.calibrate import calibrated
 from planning.predict import make_plan
 from planning.report import align, gib
 
@@ -30,7 +31,7 @@ SHOWN = {
 def plan_for(config: RootConfig) -> dict:
     """plan.json of a run; {"unpredicted": why} where a figure is missing. config: resolved, its balance a list."""
     try:
-        return make_plan(config)
+        return make_plan(calibrated(config))
     except ValueError as error:
         return {"unpredicted": str(error)}
 

@@ -1,0 +1,175 @@
+"""hardware=auto on processors: what this machine reaches, measured once in a child process and cached. No torch here.
+
+The figures fitted are those of planning/rates.py, for the number of threads that a rank gets: products' efficiency and
+half size, element-wise kernels' part of the bandwidth, the start of a kernel. Peaks and bandwidths stay as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from conf.schema import (
+    DataConfig,
+    HardwareConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RootConfig,
+    TrainConfig,
+)
+from models.describe import describe
+from planning.layers import layer_cost
+from planning.links import Group
+from planning.rates import rates
+from planning.stack import get_stack
+
+REPOSITORY = Path(__file__).parent.parent
+CACHE = REPOSITORY / ".cache" / "calibration.json"
+# hidden, heads, batch, sequence, vocabulary: from a toy's kernels, which are all overhead, to a small model's
+SHAPES = [(128, 4, 4, 128, 256), (128, 4, 16, 128, 256), (256, 4, 2, 256, 4096), (768, 12, 1, 128, 8192)]
+FITTED = {  # figure: least, most
+    "matmul_efficiency": (0.02, 3.0),  # the peak in the file is a rough one
+    "matmul_half_size": (1.0, 300.0),
+    "memory_efficiency": (0.02, 20.0),  # of small tensors, which stay in the caches
+    "kernel_latency_s": (1e-7, 1e-3),
+}
+TIMEOUT_S = 120
+
+
+def calibrated(config: RootConfig) -> RootConfig:
+    """The resolved configuration with this machine's own figures, where hardware=auto is a processor; else as it is.
+
+    Measures at the first call (a few seconds); where the child fails, the defaults stay.
+    """
+    hardware = config.hardware
+    if hardware.device != "cpu" or not hardware.name.startswith("auto") or config.train.precision != "float32":
+        return config
+    ranks = config.parallel.stages if config.parallel.engine == "torch" else 1
+    threads = max(1, hardware.devices_per_node // ranks)
+    figures = _cached(threads)
+    if figures is None:
+        seconds = _measure(threads)
+        if seconds is None:
+            return config
+        figures = fit(seconds, hardware, threads)
+        _store(threads, figures)
+    source = f"measured on this machine with {threads} threads (planning/calibrate.py)"
+    sources = hardware.sources | dict.fromkeys(figures, source)
+    return replace(config, hardware=replace(hardware, **figures, sources=sources))
+
+
+def fit(seconds: list[dict], hardware: HardwareConfig, threads: int) -> dict[str, float]:
+    """The figures under which the planner predicts the measured pieces best (squared logarithms), by coordinate search.
+
+    seconds: planning.probe's answer for SHAPES.
+    """
+    theta = {key: math.log(getattr(hardware, key)) for key in FITTED}
+    configs = [_config(shape, hardware) for shape in SHAPES]
+
+    def loss(values: dict[str, float]) -> float:
+        total = 0.01 * sum((values[key] - math.log(getattr(hardware, key))) ** 2 for key in FITTED)
+        figures = {key: math.exp(value) for key, value in values.items()}
+        for config, measured in zip(configs, seconds, strict=True):
+            predicted = pieces(config, replace(hardware, **figures), threads)
+            total += sum(math.log(predicted[key] / measured[key]) ** 2 for key in measured)
+        return total
+
+    best, step = loss(theta), 0.7
+    while step > 0.01:
+        moved = False
+        for key, (least, most) in FITTED.items():
+            for direction in (step, -step):
+                tried = theta | {key: min(math.log(most), max(math.log(least), theta[key] + direction))}
+                if (value := loss(tried)) < best - 1e-9:
+                    theta, best, moved = tried, value, True
+                    break
+        step = step if moved else step / 2
+    return {key: float(f"{math.exp(value):.4g}") for key, value in theta.items()}
+
+
+def pieces(config: RootConfig, hardware: HardwareConfig, threads: int) -> dict[str, float]:
+    """Predicted seconds of forward and backward of a block, and of norm and head with the loss."""
+    ranks = max(1, hardware.devices_per_node // threads)
+    device, stack = rates(hardware, "float32", ranks_here=ranks), get_stack("torch")
+    result = {"block": 0.0, "head": 0.0}
+    for spec in describe(config.model)[1:]:
+        cost = layer_cost(spec, config, stack, device, Group())
+        total = cost.forward.total + cost.backward_input.total + cost.backward_weight.total
+        result["block" if spec.kind == "block" else "head"] += total
+    return result
+
+
+def _config(shape: tuple[int, ...], hardware: HardwareConfig) -> RootConfig:
+    hidden, heads, batch, sequence, vocabulary = shape
+    return RootConfig(
+        model=ModelConfig(
+            name="probe", family="gpt", blocks=1, hidden=hidden, heads=heads, feedforward=4 * hidden,
+            positions=sequence, vocabulary=vocabulary, tied=False,
+        ),
+        parallel=ParallelConfig(name="probe", engine="single", stages=1, chunks=1, interleave=1),
+        optimizer=OptimizerConfig(name="adamw"),
+        hardware=hardware,
+        data=DataConfig(name="none", source="synthetic"),
+        train=TrainConfig(steps=1, global_batch=batch, sequence=sequence, precision="float32"),
+    )  # fmt: skip
+
+
+def _measure(threads: int) -> list[dict] | None:
+    shapes = []
+    for shape in SHAPES:
+        config = _config(shape, HardwareConfig(name="probe", device="cpu"))
+        model = asdict(config.model)
+        shapes.append({"model": model, "batch": config.train.global_batch, "sequence": config.train.sequence})
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "planning.probe"]
+    try:
+        child = subprocess.run(
+            command, input=json.dumps(shapes), capture_output=True, text=True, cwd=REPOSITORY, env=environment,
+            timeout=TIMEOUT_S,
+        )  # fmt: skip
+        return json.loads(child.stdout) if child.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def _key() -> list[str]:
+    """What the figures depend on, beside the threads."""
+    return [_processor(), importlib.metadata.version("torch"), str(SHAPES)]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _read() -> dict:
+    try:
+        stored = json.loads(CACHE.read_text())
+        return stored["figures"] if stored["key"] == _key() else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # never measured, or a file that is not ours
+
+
+def _cached(threads: int) -> dict[str, float] | None:
+    return _read().get(str(threads))
+
+
+def _store(threads: int, figures: dict[str, float]) -> None:
+    try:
+        CACHE.parent.mkdir(parents=True, exist_ok=True)
+        partial = CACHE.with_name(f"{CACHE.name}.{os.getpid()}.tmp")
+        partial.write_text(json.dumps({"key": _key(), "figures": _read() | {str(threads): figures}}, indent=1) + "\n")
+        os.replace(partial, CACHE)
+    except OSError:
+        pass  # a read-only checkout measures each time
