@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import resuming
-from ranks import run_ranks
 from resuming import EPOCH, STEPS, assert_same_state, config, merged
 
+from ranks import run_ranks
 from training import manifest
 
 ROUNDING = 2e-4  # relative distance of weights after some float32 steps that add the same numbers in another order
