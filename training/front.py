@@ -210,7 +210,6 @@ def _write_inputs(run_dir: Path, plan: Plan) -> None:
     for name, content in (
         ("resolved.json", to_dict(plan.config)),
         ("corpus.json", plan.corpus.to_dict()),
-        ("split.json", plan.split.to_dict()),
         ("plan.json", plan.prediction | {"split": plan.split.to_dict()}),
     ):
         partial = run_dir / f"{name}.{os.getpid()}.tmp"

@@ -34,6 +34,7 @@ class Watch:
         self.config, self.ranks = config, ranks
         parallel = config.parallel
         self.clock = engine.clock if parallel.engine == "torch" and parallel.stages > 1 else None
+        self.seen = 0  # steps of this process, which may have resumed a run
         self.last_step = None
         if self.clock is not None and ranks.device.type == "cuda":
             self.last_step = WARM_UP + ACCELERATOR_STEPS
@@ -42,9 +43,10 @@ class Watch:
         # of each step, for every model stage (0 for those of other ranks): seconds of its forwards, and of the rest
         self.steps: deque[tuple[list[float], list[float]]] = deque(maxlen=WINDOW)
 
-    def before_step(self, step: int) -> None:
+    def before_step(self) -> None:
         if self.clock is not None:
-            self.clock.on = step >= WARM_UP and (self.last_step is None or step < self.last_step)
+            self.clock.on = self.seen >= WARM_UP and (self.last_step is None or self.seen < self.last_step)
+            self.seen += 1
 
     def after_step(self) -> None:
         if self.clock is None or not self.clock.on:

@@ -165,7 +165,7 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
     if not start.validated and _validation_due(config, done):
         validated = _validate(trainer, recorder, progress, done)
     while done < config.train.steps:
-        trainer.watch.before_step(done)
+        trainer.watch.before_step()
         begin = time.perf_counter()
         faults.before_step(config.fault, ranks.rank, done + 1, checkpoints.run_dir)
         outcome = trainer.step(done)

@@ -19,6 +19,7 @@ from training.bigram import bigram_loss
 from training.checkpoint import Checkpoints
 from training.data import Corpus
 from training.loop import Trainer, train
+from training.outcome import read_plan
 from training.ranks import Ranks, start
 from training.record import Recorder
 from training.watch import Board, Watchdog
@@ -69,7 +70,7 @@ def _run(config: RootConfig, corpus: Corpus, run_dir: Path, ranks: Ranks, stop: 
         recorder = Recorder(run_dir, config, start.step) if ranks.rank == 0 else None
         result = train(trainer, recorder, checkpoints, start)
         if ranks.rank == 0:
-            result["split"] = json.loads((run_dir / "split.json").read_text())
+            result["split"] = read_plan(run_dir)["split"]
             result |= _against_bigram(config, corpus, result)
             recorder.finish(result.pop("status"), result)
     finally:

@@ -30,11 +30,11 @@ from training.measure import find_or_measure  # noqa: E402
 
 BALANCES = ("uniform", "auto", "time")
 OVERRIDES = [
-    "model.vocabulary=32768",
+    "model.vocabulary=8192",
     "parallel=pp2",
     "train.steps=10",
-    "train.global_batch=16",
-    "train.sequence=64",
+    "train.global_batch=32",
+    "train.sequence=128",
     "train.validate_every=0",
     "train.validate_sequences=2",
 ]
