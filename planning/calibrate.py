@@ -1,7 +1,8 @@
 """hardware=auto on processors: what this machine reaches, measured once in a child process and cached. No torch here.
 
-The figures fitted are those of planning/rates.py, for the number of threads that a rank gets: products' efficiency and
-half size, element-wise kernels' part of the bandwidth, the start of a kernel. Peaks and bandwidths stay as they are.
+The figures fitted are those of planning/rates.py, of one core: products' efficiency and half size, element-wise
+kernels' part of the bandwidth, the start of a kernel. Peaks and bandwidths stay as they are. A rank with several cores
+is taken to be so many times faster.
 """
 
 from __future__ import annotations
@@ -52,21 +53,18 @@ def calibrated(config: RootConfig) -> RootConfig:
     hardware = config.hardware
     if hardware.device != "cpu" or not hardware.name.startswith("auto") or config.train.precision != "float32":
         return config
-    ranks = config.parallel.stages if config.parallel.engine == "torch" else 1
-    threads = max(1, hardware.devices_per_node // ranks)
-    figures = _cached(threads)
+    figures = _cached()
     if figures is None:
-        seconds = _measure(threads)
+        seconds = _measure()
         if seconds is None:
             return config
-        figures = fit(seconds, hardware, threads)
-        _store(threads, figures)
-    source = f"measured on this machine with {threads} threads (planning/calibrate.py)"
-    sources = hardware.sources | dict.fromkeys(figures, source)
+        figures = fit(seconds, hardware)
+        _store(figures)
+    sources = hardware.sources | dict.fromkeys(figures, "measured on one core of this machine (planning/calibrate.py)")
     return replace(config, hardware=replace(hardware, **figures, sources=sources))
 
 
-def fit(seconds: list[dict], hardware: HardwareConfig, threads: int) -> dict[str, float]:
+def fit(seconds: list[dict], hardware: HardwareConfig) -> dict[str, float]:
     """The figures under which the planner predicts the measured pieces best (squared logarithms), by coordinate search.
 
     seconds: planning.probe's answer for SHAPES.
@@ -75,15 +73,15 @@ def fit(seconds: list[dict], hardware: HardwareConfig, threads: int) -> dict[str
     configs = [_config(shape, hardware) for shape in SHAPES]
 
     def loss(values: dict[str, float]) -> float:
-        total = 0.01 * sum((values[key] - math.log(getattr(hardware, key))) ** 2 for key in FITTED)
+        total = 0.001 * sum((values[key] - math.log(getattr(hardware, key))) ** 2 for key in FITTED)
         figures = {key: math.exp(value) for key, value in values.items()}
         for config, measured in zip(configs, seconds, strict=True):
-            predicted = pieces(config, replace(hardware, **figures), threads)
+            predicted = pieces(config, replace(hardware, **figures))
             total += sum(math.log(predicted[key] / measured[key]) ** 2 for key in measured)
         return total
 
     best, step = loss(theta), 0.7
-    while step > 0.01:
+    while step > 0.003:
         moved = False
         for key, (least, most) in FITTED.items():
             for direction in (step, -step):
@@ -95,10 +93,9 @@ def fit(seconds: list[dict], hardware: HardwareConfig, threads: int) -> dict[str
     return {key: float(f"{math.exp(value):.4g}") for key, value in theta.items()}
 
 
-def pieces(config: RootConfig, hardware: HardwareConfig, threads: int) -> dict[str, float]:
-    """Predicted seconds of forward and backward of a block, and of norm and head with the loss."""
-    ranks = max(1, hardware.devices_per_node // threads)
-    device, stack = rates(hardware, "float32", ranks_here=ranks), get_stack("torch")
+def pieces(config: RootConfig, hardware: HardwareConfig) -> dict[str, float]:
+    """Predicted seconds of forward and backward of a block, and of norm and head with the loss, on one core."""
+    device, stack = rates(replace(hardware, devices_per_node=1), "float32"), get_stack("torch")
     result = {"block": 0.0, "head": 0.0}
     for spec in describe(config.model)[1:]:
         cost = layer_cost(spec, config, stack, device, Group())
@@ -122,13 +119,13 @@ def _config(shape: tuple[int, ...], hardware: HardwareConfig) -> RootConfig:
     )  # fmt: skip
 
 
-def _measure(threads: int) -> list[dict] | None:
+def _measure() -> list[dict] | None:
     shapes = []
     for shape in SHAPES:
         config = _config(shape, HardwareConfig(name="probe", device="cpu"))
         model = asdict(config.model)
         shapes.append({"model": model, "batch": config.train.global_batch, "sequence": config.train.sequence})
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "planning.probe"]
     try:
         child = subprocess.run(
@@ -141,7 +138,7 @@ def _measure(threads: int) -> list[dict] | None:
 
 
 def _key() -> list[str]:
-    """What the figures depend on, beside the threads."""
+    """What the figures depend on."""
     return [_processor(), importlib.metadata.version("torch"), str(SHAPES)]
 
 
@@ -153,23 +150,19 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _read() -> dict:
+def _cached() -> dict[str, float] | None:
     try:
         stored = json.loads(CACHE.read_text())
-        return stored["figures"] if stored["key"] == _key() else {}
+        return {key: float(stored["figures"][key]) for key in FITTED} if stored["key"] == _key() else None
     except (OSError, ValueError, KeyError, TypeError):
-        return {}  # never measured, or a file that is not ours
+        return None  # never measured, or a file that is not ours
 
 
-def _cached(threads: int) -> dict[str, float] | None:
-    return _read().get(str(threads))
-
-
-def _store(threads: int, figures: dict[str, float]) -> None:
+def _store(figures: dict[str, float]) -> None:
     try:
         CACHE.parent.mkdir(parents=True, exist_ok=True)
         partial = CACHE.with_name(f"{CACHE.name}.{os.getpid()}.tmp")
-        partial.write_text(json.dumps({"key": _key(), "figures": _read() | {str(threads): figures}}, indent=1) + "\n")
+        partial.write_text(json.dumps({"key": _key(), "figures": figures}, indent=1) + "\n")
         os.replace(partial, CACHE)
     except OSError:
         pass  # a read-only checkout measures each time

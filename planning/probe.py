@@ -3,8 +3,8 @@
     python -m planning.probe < shapes.json > seconds.json
 
 Reads a list of model configurations with batch and sequence; answers, for each, the seconds of forward and backward of
-one block, and of norm, head and loss: the fastest of the repeats, and with one thread the processor's time in place of
-the clock's, so that other work on the machine counts least.
+one block, and of norm, head and loss, with one thread: the fastest of the repeats, in time of the processor and not of
+the clock, so that other work on the machine counts least.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def main() -> None:
 
     import models
 
+    torch.set_num_threads(1)
     answers = []
     for shape in json.load(sys.stdin):
         model = from_dict(shape["model"], ModelConfig)
@@ -45,15 +46,12 @@ def main() -> None:
 
 
 def _fastest(piece) -> float:
-    import torch
-
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     piece()
-    times, end = [], time.perf_counter() + SECONDS_EACH
-    while time.perf_counter() < end or len(times) < LEAST_REPEATS:
-        start = clock()
+    times, end = [], time.process_time() + SECONDS_EACH
+    while time.process_time() < end or len(times) < LEAST_REPEATS:
+        start = time.process_time()
         piece()
-        times.append(clock() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 
