@@ -8,8 +8,12 @@ from conf.device import num_cores
 from conf.schema import RootConfig, to_dict
 from models.describe import LayerSpec, describe, num_parameters
 from pipeline.partition import Certificate, num_ranks, split
-from pipeline.schedule import bubble_ideal, held_microbatches, make_schedule
-from planning.memory import machine_memory_bytes, rank_memory
+from pipeline.schedule import bubble_ideal, make_schedule
+from planning.advice import remedies
+from planning.memory import machine_memory_bytes
+from planning.predict import ranks_memory
+from planning.stack import get_stack
+from planning.step import Layout, step_time
 from training import manifest
 from training.data import Corpus
 
@@ -20,15 +24,7 @@ class DoesNotFit(ValueError):
 
 def predicted_memory(config: RootConfig) -> list[dict]:
     """planning.memory's bytes of each process; where fairscale drives several accelerators, of each of them."""
-    parallel, parts = config.parallel, _parts(config)
-    if parallel.engine == "torch":
-        schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
-        held = held_microbatches(schedule)
-    else:  # single runs one micro-batch at a time; fairscale fills and drains
-        held = [1 if parallel.engine == "single" else parallel.chunks] * len(parts)
-    if parallel.engine == "fairscale" and config.hardware.device == "cpu":  # all stages in one process
-        parts, held = [[layer for part in parts for layer in part]], held[:1]
-    return [rank_memory(config, layers, count) for layers, count in zip(parts, held, strict=True)]
+    return ranks_memory(config, Layout.of(config))
 
 
 def preflight(config: RootConfig, memory: list[dict]) -> None:
@@ -36,16 +32,22 @@ def preflight(config: RootConfig, memory: list[dict]) -> None:
     totals = [held["total"] for held in memory]
     each = ", ".join(f"rank {rank} {gib(total)}" for rank, total in enumerate(totals))
     remedy = "take a smaller model, global batch or sequence, or go on with preflight=false"
+    fullest = totals.index(max(totals))
+    parts = sorted(((size, name) for name, size in memory[fullest].items() if name != "total"), reverse=True)
+    remedy = f"rank {fullest} has {', '.join(f'{gib(size)} of {name}' for size, name in parts[:4])}; {remedy}"
     if config.hardware.device == "cpu":
         available = machine_memory_bytes()
         if sum(totals) > available:
             raise DoesNotFit(
                 f"the run would hold {gib(sum(totals))} of memory ({each}) and this machine has {gib(available)} free: "
-                f"{remedy}"
+                f"{remedy}{_what_fits(config, available)}"
             )
     elif config.hardware.memory_bytes and max(totals) > config.hardware.memory_bytes:
         device = f"{gib(config.hardware.memory_bytes)} of memory"
-        raise DoesNotFit(f"the run would hold {each}, and each device has {device}: {remedy}")
+        raise DoesNotFit(
+            f"the run would hold {each}, and each device has {device}: {remedy}"
+            + _what_fits(config, config.hardware.memory_bytes)
+        )
 
 
 def state_bytes(config: RootConfig) -> int:
@@ -71,6 +73,17 @@ def checkpoint_line(config: RootConfig) -> str:
     return (
         f"{every}at the end and when stopped: {gib(state_bytes(config))} each, the newest {train.keep_checkpoints} kept"
     )
+
+
+def _what_fits(config: RootConfig, capacity: float) -> str:
+    """The cheapest changes under which the run would fit, with what they cost; empty where none is known."""
+    try:
+        step_s = step_time(config, get_stack("torch"), explain=False).total
+        found = remedies(config, config.parallel.balance, "torch", capacity)
+    except ValueError:  # the hardware file lacks a figure: no time can be told
+        return ""
+    shown = "; ".join(remedy.describe(step_s) for remedy in found[:3])
+    return f"; what fits, cheapest first: {shown}" if shown else ""
 
 
 def describe_run(config: RootConfig, corpus: Corpus, memory: list[dict]) -> str:
