@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from conf.check import check
 from conf.schema import RootConfig
 from planning.balance import resolved_balance
-from planning.predict import ranks_memory
+from planning.predict import needed_bytes, ranks_memory
 from planning.report import duration, gib
 from planning.stack import get_stack
 from planning.step import Layout, Step, step_time
@@ -21,13 +21,13 @@ class Remedy:
     """A change under which the run fits, and what it does."""
 
     overrides: str  # as one types it
-    largest_bytes: int  # of the fullest rank
+    needed_bytes: int  # planning.predict.needed_bytes
     step_time_s: float
     devices: int  # times as many
 
     def describe(self, step_time_s: float) -> str:
         more = f", {self.devices} x the devices" if self.devices > 1 else ""
-        return f"{self.overrides} ({gib(self.largest_bytes)}, step {self.step_time_s / step_time_s - 1:+.1%}{more})"
+        return f"{self.overrides} ({gib(self.needed_bytes)}, step {self.step_time_s / step_time_s - 1:+.1%}{more})"
 
 
 def warnings(config: RootConfig, asked: str | list[int], step: Step, stack: str) -> list[str]:
@@ -58,12 +58,12 @@ def _fitting(
         tried = changed(config, asked, change)
         if tried is None:
             continue
-        largest = max(rank["total"] for rank in ranks_memory(tried, Layout.of(tried)))
-        if largest <= capacity:
+        needed = needed_bytes(tried, ranks_memory(tried, Layout.of(tried)))
+        if needed <= capacity:
             seconds = step_time(tried, get_stack(stack), explain=False).total
             text = " ".join(f"{key}={_typed(value)}" for key, value in change.items())
             devices = tried.parallel.stages // config.parallel.stages
-            found.append(Remedy(text, largest, seconds, devices))
+            found.append(Remedy(text, needed, seconds, devices))
     return found
 
 

@@ -24,7 +24,7 @@ from planning import advice, report
 from planning.balance import resolved_balance
 from planning.calibrate import calibrated
 from planning.points import predict_table, rank_correlation, read_table
-from planning.predict import make_plan
+from planning.predict import make_plan, needed_bytes
 from planning.stack import get_stack
 from planning.step import Step
 
@@ -94,11 +94,9 @@ def plan_of(typed: RootConfig, stack: str) -> tuple[RootConfig, dict]:
     plan["split"] = certificate.to_dict()
     plan["warnings"] = advice.warnings(config, asked, step, stack)
     plan["per_machine"] = config.hardware.device == "cpu"
-    needed = [held["total"] for held in plan["ranks"]]
-    over = max(needed) if not plan["per_machine"] else sum(needed)
     capacity = config.hardware.memory_bytes
     plan["remedies"] = []
-    if capacity and over > capacity and not plan["per_machine"]:
+    if capacity and needed_bytes(config, plan["ranks"]) > capacity:
         found = advice.remedies(config, asked, stack, capacity)
         plan["remedies"] = [remedy.describe(step.total) for remedy in found]
     return config, plan

@@ -81,14 +81,16 @@ def figures(config: RootConfig, step: Step, memory: list[dict]) -> dict:
 
 
 def ranks_memory(config: RootConfig, layout: Layout) -> list[dict]:
-    """planning.memory's bytes for each pipeline rank (fairscale: device), counted from the schedule itself. Its tensor
-    and data ranks hold the same."""
+    """planning.memory's bytes for each pipeline rank (where fairscale drives several accelerators, for each of them),
+    counted from the schedule itself. Its tensor and data ranks hold the same."""
     parallel = config.parallel
     own: list[list[list[LayerSpec]]] = [[] for _ in range(max(layout.rank_of) + 1)]
     for specs, rank in zip(layout.stages, layout.rank_of, strict=True):
         own[rank].append(specs)
     if parallel.engine != "torch":  # single runs one micro-batch at a time; fairscale fills and drains
         held = 1 if parallel.engine == "single" else parallel.chunks
+        if config.hardware.device == "cpu":  # one process has all
+            own = [sum(own, [])]
         return [rank_memory(config, sum(stages, []), held) for stages in own]
     schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
     counts = held_microbatches(schedule)
@@ -99,6 +101,12 @@ def ranks_memory(config: RootConfig, layout: Layout) -> list[dict]:
     return result
 
 
+def needed_bytes(config: RootConfig, memory: list[dict]) -> int:
+    """What has to fit: on accelerators the fullest rank into one, on processors all ranks together into the machine."""
+    totals = [rank["total"] for rank in memory]
+    return sum(totals) if config.hardware.device == "cpu" else max(totals)
+
+
 def make_plan(config: RootConfig, stack: str = "torch") -> dict:
     """Everything that plan.json says, of a resolved configuration whose balance is uniform or a list."""
     layout, train = Layout.of(config), config.train
@@ -106,7 +114,7 @@ def make_plan(config: RootConfig, stack: str = "torch") -> dict:
     memory = ranks_memory(config, layout)
     names: list[list[str]] = [[] for _ in memory]
     for specs, rank in zip(layout.stages, layout.rank_of, strict=True):
-        names[rank] += [spec.name for spec in specs]
+        names[rank if len(names) > 1 else 0] += [spec.name for spec in specs]
     tokens = train.global_batch * train.sequence
     hours = step.total * train.steps / 3600
     return {
