@@ -94,7 +94,8 @@ def _changes(config: RootConfig) -> list[dict]:
 def changed(config: RootConfig, asked: str | list[int], change: dict) -> RootConfig | None:
     """The configuration with other values, cut anew as was asked; None where that cannot be."""
     tried = deepcopy(config)
-    tried.parallel.balance = asked
+    counted = not isinstance(asked, str) and {"parallel.stages", "parallel.interleave"} & set(change)
+    tried.parallel.balance = "auto" if counted else asked  # a list is for its own number of stages
     for key, value in change.items():
         group, name = key.split(".")
         setattr(getattr(tried, group), name, value)
