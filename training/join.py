@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from training.launch import REPOSITORY, agree_on_folder
+from training.launch import REPOSITORY, agree_on_folder, own_attempt
 
 # rank 0 may tokenise a large corpus first, and the others' file systems may be slower than its own
 AGREE_TIMEOUT = timedelta(minutes=30)
@@ -85,7 +85,7 @@ def _store() -> Any:
 
     store, _, _ = next(dist.rendezvous("env://", timeout=AGREE_TIMEOUT))
     _kept.append(store)  # it lives in rank 0 when there is no agent: as long as the process
-    return store
+    return own_attempt(store)
 
 
 _kept: list[Any] = []

@@ -96,6 +96,14 @@ def _record(run_dir: str | Path, rank: int, exception: Exception) -> None:
         _finish(run_dir, error)
 
 
+def own_attempt(store: Any) -> Any:
+    """The part of the starter's store that belongs to this attempt: torch's agent gives restarted ranks the same store,
+    in which they would find the addresses of the dead."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 def agree_on_folder(store: Any, rank: int, run_dir: str | None) -> str:
     """The run folder that rank 0 chose, on every rank; "" when rank 0 refused to start.
 

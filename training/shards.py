@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from training import manifest
@@ -121,6 +123,16 @@ class Writer(dcp.FileSystemWriter):
         facts = {key: value for key, value in self._facts.items() if key != "rank"}
         manifest.commit(self.folder, facts | {"files": manifest.collect_files(self.folder)})
         manifest.prune(self.folder.parent.parent, self._keep)
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """All of a complete checkpoint's tensors by name, on CPU, in one process and without a model."""
+    reader = Reader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in saved.items()}
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
+    return state
 
 
 def state_bytes(state: dict[str, Tensor]) -> int:

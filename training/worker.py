@@ -40,6 +40,7 @@ def main(run_dir: str | None) -> None:
     store = None
     if world > 1:
         store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        store = launch.own_attempt(store)
         run_dir = launch.agree_on_folder(store, rank, run_dir)
     with launch.guard(run_dir, rank):
         _log_to_file(Path(run_dir), rank)
