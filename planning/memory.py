@@ -29,7 +29,7 @@ def rank_memory(
     held_micro_batches: forwards of a model stage that wait for their backward at the worst moment, as
     `pipeline.schedule.held_microbatches` counts them: with interleave v each is 1/v of the rank's layers (1 for the
     single engine, all chunks for fairscale).
-    moments: the same stage by stage, where a rank has several that differ; the activations are those of the worst.
+    moments: the same stage by stage, where a rank has several; activations and logits are those of the worst.
 
     weights, gradients, optimizer: both copies of a tied weight count, on whichever ranks they are. activations: kept
     for the backward. logits: with what the loss makes of them. messages: buffers at the stages' boundaries.
@@ -41,10 +41,11 @@ def rank_memory(
     states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     interleave = (parallel.interleave or 1) if parallel.engine == "torch" else 1
     held = held_micro_batches / interleave  # in units of all the rank's layers
+    with_head = [count for moment in moments or [] for stage, count in moment if stage[-1].kind == "head"]
     largest = max((tensor_elements(layer, parallel.tensor) for layer in layers), default=0) * weight
     parts = _sharded(parallel, weights, states, largest) | {
         "activations": max(_activations(config, moment) for moment in moments or [[(layers, held)]]),
-        "logits": _logits(config, layers, held),
+        "logits": _logits(config, layers, max(with_head, default=held)),
         "messages": _messages(config, layers, held_micro_batches),
         "workspace": _workspace(config, layers),
         "runtime": RUNTIME_BYTES,
