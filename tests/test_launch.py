@@ -87,6 +87,14 @@ def test_a_killed_rank_is_named_and_not_its_victims(run_dir, monkeypatch, capsys
     assert capsys.readouterr().err.strip().startswith("rank 1 was killed by SIGKILL")
 
 
+def test_a_rank_killed_for_memory_is_out_of_memory(run_dir, monkeypatch):
+    counts = iter([7, 8])
+    monkeypatch.setattr(launch, "oom_kills", lambda: next(counts))  # the kernel's count, before and after
+    result, _ = run_fake(run_dir, monkeypatch, "kill@0", ranks=1)
+    assert result["status"] == "out_of_memory"
+    assert result["error"] == "rank 0 was killed by SIGKILL: the kernel ran out of memory"
+
+
 def test_a_rank_that_just_exits_is_named(run_dir, monkeypatch):
     result, _ = run_fake(run_dir, monkeypatch, "exit@1")
     assert result["error"] == "rank 1 exited with code 3 and recorded no error"

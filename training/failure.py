@@ -44,6 +44,7 @@ class RankError:
     message: str
     traceback: str = ""
     exit_code: int | None = None  # negative: killed by that signal
+    memory_ran_out: bool = False  # the kernel has killed a process for memory meanwhile
 
     @property
     def is_victim(self) -> bool:
@@ -59,7 +60,7 @@ class RankError:
     def is_out_of_memory(self) -> bool:
         """True for an allocation that failed, on the accelerator or in the machine's memory."""
         known = self.type in ("OutOfMemoryError", "MemoryError")
-        return known or any(text in self.message for text in OUT_OF_MEMORY_MESSAGES)
+        return known or self.memory_ran_out or any(text in self.message for text in OUT_OF_MEMORY_MESSAGES)
 
     @property
     def headline(self) -> str:
@@ -71,9 +72,17 @@ class RankError:
             return f"rank {self.rank} failed: {self.type}: {first_line}".removesuffix(": ")
         if self.exit_code is not None and self.exit_code < 0:
             name = signal.Signals(-self.exit_code).name
-            hint = " (by the kernel when memory runs out, or by hand)" if name == "SIGKILL" else ""
+            hint = ": the kernel ran out of memory" if self.memory_ran_out else ""
             return f"rank {self.rank} was killed by {name}{hint}"
         return f"rank {self.rank} exited with code {self.exit_code} and recorded no error"
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for memory since it started, containers' limits included."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
 
 
 def record_error(run_dir: str | Path, rank: int, exception: BaseException) -> RankError:

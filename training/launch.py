@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.device import num_cores
-from training.failure import RankError, record_error, root_cause
+from training.failure import RankError, oom_kills, record_error, root_cause
 from training.record import finish_failed, read_result
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -131,6 +131,7 @@ def launch(
     Ctrl-C, SIGTERM or SIGHUP stops the run at the next step boundary; a second one kills the ranks at once. Call it
     from the main thread (signals). No process is left when it returns.
     """
+    killed_before = oom_kills()
     with _environment(num_ranks), _Stopper() as stop:
         exits = _run_elastic([*worker, str(run_dir)], num_ranks, max_restarts, stop)
     result = read_result(run_dir)
@@ -140,6 +141,7 @@ def launch(
             result = finish_failed(run_dir, "stopped", reason="signal")
         return result
     if cause is not None:
+        cause.memory_ran_out = cause.exit_code == -signal.SIGKILL and oom_kills() > killed_before
         report(cause, run_dir)
         return _finish(run_dir, cause)
     assert result is not None, f"every rank ended well, but there is no {run_dir}/result.json"
