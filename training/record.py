@@ -195,7 +195,8 @@ def summary(run_dir: str | os.PathLike) -> dict[str, Any]:
         if values:
             result[key] = statistics.median(values)
     memory = [step["memory_bytes"] for step in steps if step.get("memory_bytes")]
-    if memory:
+    if memory:  # of the ranks that there are now: a run may have gone on in another layout
+        memory = [ranks for ranks in memory if len(ranks) == len(memory[-1])]
         result["peak_memory_bytes"] = [max(rank) for rank in zip(*memory, strict=True)]
     return result
 

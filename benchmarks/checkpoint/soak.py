@@ -48,8 +48,11 @@ def start(folder: Path, name: str, steps: int, *overrides: str) -> subprocess.Po
         )
 
 
-def run_dirs(folder: Path, name: str) -> list[Path]:
-    return sorted((folder / "experiments" / name).glob("*"))
+def current(folder: Path, name: str) -> Path | None:
+    """The run that was last written to: a launcher killed early may leave a folder that never became one."""
+    records = (folder / "experiments" / name).glob("*/metrics.jsonl")
+    found = [(path.stat().st_mtime_ns, path.parent) for path in records]
+    return max(found)[1] if found else None
 
 
 def being(run_dir: Path | None, what: str) -> bool:
@@ -105,15 +108,13 @@ class Soak:
 
     def _wait_for(self, moment: str) -> bool:
         """Until the run is at this moment, or there was none for long; False when it has ended."""
-        runs = run_dirs(self.folder, "soak")
-        run_dir = runs[-1] if runs else None
+        run_dir = current(self.folder, "soak")
         begin, first = time.monotonic(), last_step(run_dir)
         if moment == "while starting":
             time.sleep(self.random.uniform(0, 4))
             return self.launcher.poll() is None
         while self.launcher.poll() is None and time.monotonic() - begin < WATCH_S:
-            runs = run_dirs(self.folder, "soak")
-            run_dir = runs[-1] if runs else None
+            run_dir = run_dir or current(self.folder, "soak")
             if moment == "in a step":
                 if last_step(run_dir) > first:
                     time.sleep(self.random.uniform(0, 0.5))
@@ -134,9 +135,8 @@ class Soak:
             time.sleep(0.05)
 
     def _count_unfinished(self) -> None:
-        for run_dir in run_dirs(self.folder, "soak"):
-            for what in ("while saving", "while deleting"):
-                self.unfinished[what] += being(run_dir, what)
+        for what in ("while saving", "while deleting"):
+            self.unfinished[what] += being(current(self.folder, "soak"), what)
 
     def finish(self) -> int:
         code = self.launcher.wait()
@@ -179,7 +179,7 @@ def compare(expected: Path, found: Path) -> list[str]:
 
 def soak(folder: Path, kills: int, seed: int) -> dict:
     """The counts and what was wrong, as the command prints it."""
-    steps = 4 * kills + 20
+    steps = 6 * kills + 20
     undisturbed = start(folder, "undisturbed", steps)
     code = undisturbed.wait()
     assert code == 0, (folder / "undisturbed.out").read_text()
@@ -189,15 +189,13 @@ def soak(folder: Path, kills: int, seed: int) -> dict:
         pass
     code = run.finish()
     wrong = [] if code == 0 else [f"exit code {code}"]
-    (expected,), runs = run_dirs(folder, "undisturbed"), run_dirs(folder, "soak")
     return {
         "kills": sum(run.counts[moment] for moment in MOMENTS),
         "moments": dict(run.counts),
         "seen_unfinished": dict(run.unfinished),
         "steps": steps,
         "seconds": round(time.monotonic() - begin),
-        "folders": len(runs),  # more than one: killed before its first checkpoint, so that it began anew
-        "wrong": wrong or compare(expected, runs[-1]),
+        "wrong": wrong or compare(current(folder, "undisturbed"), current(folder, "soak")),
     }
 
 
