@@ -40,7 +40,7 @@ def test_signed_errors_of_what_was_measured(run_dir):
     assert found["cost_usd"] == pytest.approx(predicted["cost_usd"] / 1.25)  # one node for as many hours
     assert found["error"]["cost_usd"] == pytest.approx(0.25)
     tags = scalars(found)
-    assert tags["error/step_time_s"] == found["error"]["step_time_s"]
+    assert tags["prediction_error/step_time_s"] == found["error"]["step_time_s"]
     assert tags["predicted/peak_memory_bytes/rank_3"] == predicted["peak_memory_bytes"][3]
     shown = table(measured | found)
     assert "+25.0%" in shown and "peak memory of rank 3" in shown and "-50.0%" in shown

@@ -67,7 +67,7 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
     statuses = [job.result["status"] for job in jobs]
     if interrupted or any(job.interrupted for job in jobs):
         return EXIT_STOPPED
-    return EXIT_FAILED if {"failed", "out_of_memory", "invalid"} & set(statuses) else EXIT_OK
+    return EXIT_FAILED if set(sweep.BAD) & set(statuses) else EXIT_OK
 
 
 def one_line(error: BaseException) -> str:

@@ -304,5 +304,5 @@ def _say_end(job: Job) -> None:
     if job.number is None:
         print(f"\n{result['status']}: {job.run_dir}\nlook at it: tensorboard --logdir experiments", flush=True)
     else:
-        note = f": {result['error']}" if "error" in result else ""
+        note = f": {result['error']}" if result["status"] in sweep.BAD else ""
         print(f"job {job.number} {result['status']}{note}: {job.run_dir}", flush=True)

@@ -63,10 +63,13 @@ def read_plan(run_dir: str | os.PathLike) -> dict:
 
 
 def scalars(result: dict[str, Any]) -> dict[str, float]:
-    """TensorBoard's tags of what was predicted and how far off it was, e.g. "error/step_time_s"."""
+    """TensorBoard's tags of what was predicted and how far off it was, e.g. "prediction_error/step_time_s".
+
+    Tags that sort behind loss/: the HParams tab shows the first few.
+    """
     tags = {}
-    for group in ("predicted", "error"):
-        for key, value in result.get(group, {}).items():
+    for key_of_result, group in (("predicted", "predicted"), ("error", "prediction_error")):
+        for key, value in result.get(key_of_result, {}).items():
             if isinstance(value, list):
                 tags |= {f"{group}/{key}/rank_{rank}": entry for rank, entry in enumerate(value)}
             else:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from training.record import read_overrides, read_result
 
+BAD = ("failed", "out_of_memory", "invalid")  # statuses that make the command's exit code 1
 NAME_LENGTH = 120  # characters of a folder's name that values may take
 
 
