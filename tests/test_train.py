@@ -158,7 +158,7 @@ def test_a_time_limit_is_no_failure(cwd):
     done = run(*TRAIN, *SMALL, "parallel=single", "train.steps=100000", "train.max_minutes=0.01", cwd=cwd)
     (folder,) = runs(cwd)
     assert done.returncode == 0 and read_result(folder)["reason"] == "max_minutes"
-    assert "max_minutes" in done.stdout
+    assert "train.max_minutes=0 lifts it" in done.stdout and f"resume={folder.relative_to(cwd)}" in done.stdout
 
 
 def test_ctrl_c_before_anything_started_leaves_nothing(cwd):

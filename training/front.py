@@ -302,7 +302,22 @@ def _say_end(job: Job) -> None:
     if job.number is None and (comparison := outcome.table(result)):
         print("\n" + comparison)
     if job.number is None:
-        print(f"\n{result['status']}: {job.run_dir}\nlook at it: tensorboard --logdir experiments", flush=True)
+        print(f"\n{result['status']}: {job.run_dir}{_how_to_go_on(job)}")
+        print("look at it: tensorboard --logdir experiments", flush=True)
     else:
         note = f": {result['error']}" if result["status"] in sweep.BAD else ""
         print(f"job {job.number} {result['status']}{note}: {job.run_dir}", flush=True)
+
+
+def _how_to_go_on(job: Job) -> str:
+    """After a stop: what ended the run, and the command that takes it further."""
+    result = job.result
+    if result["status"] != "stopped":
+        return ""
+    lines = []
+    if result.get("reason") == "max_minutes":
+        limit = json.loads((job.run_dir / "resolved.json").read_text())["train"]["max_minutes"]
+        lines.append(f"train.max_minutes={limit:g} was over; train.max_minutes=0 lifts it")
+    if any((job.run_dir / "checkpoints").glob("step_*")):
+        lines.append(f"to go on: python train.py resume={job.run_dir}")
+    return "".join(f"\n{line}" for line in lines)
