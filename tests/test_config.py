@@ -200,6 +200,7 @@ def test_the_accelerator_recipe():
     config = resolved("hardware=h100", "model=gpt_7b", "parallel=pp8")
     assert config.train.precision == "bfloat16" and config.train.max_minutes == 0
     assert config.optimizer.clip_norm == 1.0 and config.optimizer.warmup_steps == 5000
+    assert config.train.checkpoint_every == 2000
     assert config.train.sequence == 2048 and config.train.global_batch % config.parallel.chunks == 0
     short = resolved("hardware=h100", "train.steps=200")
     assert short.optimizer.warmup_steps == 20

@@ -167,6 +167,15 @@ def test_a_run_that_another_process_trains(whole, cwd):
     assert done.returncode == 2 and "RUN is being trained by another process" in done.stderr
 
 
+def test_no_right_to_write(whole, cwd):
+    shutil.copytree(whole, cwd / "RUN", symlinks=True)
+    (cwd / "RUN" / "logs" / "lock").unlink()
+    (cwd / "RUN" / "logs" / "lock").mkdir()  # root may write everywhere, but not a file over a folder
+    before = _contents(cwd / "RUN")
+    done = run(*TRAIN, "resume=RUN", "train.steps=20", cwd=cwd)
+    assert done.returncode == 2 and "cannot write to RUN" in done.stderr and _contents(cwd / "RUN") == before
+
+
 def test_no_room_for_a_checkpoint(cwd):
     code = (
         "import shutil, sys, train; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1, 1, 0)\n"

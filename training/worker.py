@@ -79,10 +79,10 @@ def _run(config: RootConfig, corpus: Corpus, run_dir: Path, ranks: Ranks, stop: 
 
 
 def _say_restart(run_dir: Path, world: int) -> None:
-    """When torch's elastic agent has started the ranks again: what ended them, which must not be taken for the end of
-    this attempt. The other ranks wait in `start` for this one."""
+    """When launch()'s agent has started the ranks again: what ended them, which must not be taken for the end of this
+    attempt. The other ranks wait in `start` for this one. (Under torchrun the ranks that failed have said it.)"""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt:
+    if attempt and launch.PARENT_PID in os.environ:
         cause = failure.cause_of_restart(run_dir, world)
         failure.clear(run_dir)
         text = f"{cause}: restart {attempt} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
