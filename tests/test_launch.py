@@ -138,11 +138,11 @@ def test_the_root_cause_is_rank_1(errors, exits, tmp_path):
 # --- how runs are stopped ---
 
 
-def start_parent(run_dir: Path, fake: str, ranks: int = 2) -> subprocess.Popen:
+def start_parent(run_dir: Path, fake: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen:
     """A parent process whose exit code is 0 when launch() says stopped."""
     code = (
         "import sys; from training.launch import launch; "
-        f"sys.exit(launch({str(run_dir)!r}, {ranks}, ({FAKE_WORKER!r},))['status'] != 'stopped')"
+        f"sys.exit(launch({str(run_dir)!r}, {ranks}, ({FAKE_WORKER!r},), {restarts})['status'] != 'stopped')"
     )
     environment = {**os.environ, "FAKE": fake, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
@@ -184,8 +184,9 @@ def test_a_signal_before_the_ranks_start(run_dir, monkeypatch):
     assert not ready(run_dir, name="ready")
 
 
-def test_a_second_signal_kills_at_once(run_dir):
-    parent = start_parent(run_dir, "long")
+@pytest.mark.parametrize("restarts", [0, 1000])
+def test_a_second_signal_kills_at_once(restarts, run_dir):
+    parent = start_parent(run_dir, "long", restarts=restarts)
     wait_for(lambda: ready(run_dir))
     parent.send_signal(signal.SIGINT)
     time.sleep(launch.SECOND_SIGNAL_S + 0.3)

@@ -202,7 +202,8 @@ def _run_elastic(
         return {}
     previous = signal.getsignal(signal.SIGQUIT)
     try:
-        elastic_launch(config, sys.executable)("-u", *arguments)
+        with _no_restart_after(stop):
+            elastic_launch(config, sys.executable)("-u", *arguments)
     except ChildFailedError as failed:
         return {rank: (failure.exitcode, float(failure.timestamp)) for rank, failure in failed.failures.items()}
     except SignalException:  # SIGQUIT: the agent has killed the ranks
@@ -210,6 +211,26 @@ def _run_elastic(
     finally:
         signal.signal(signal.SIGQUIT, previous)
     return {}
+
+
+@contextlib.contextmanager
+def _no_restart_after(stop: _Stopper) -> Iterator[None]:
+    """Ranks that a stop request has ended are not brought back; torch's agent would, and has no switch for it."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    restart = LocalElasticAgent._restart_workers
+
+    def unless_stopped(agent: Any, group: Any) -> None:
+        if stop.requested:
+            raise SignalException("stopped", signal.SIGTERM)
+        restart(agent, group)
+
+    LocalElasticAgent._restart_workers = unless_stopped
+    try:
+        yield
+    finally:
+        LocalElasticAgent._restart_workers = restart
 
 
 @contextlib.contextmanager
