@@ -79,7 +79,7 @@ def measure(trainer: Trainer, run_dir: Path, saves: int) -> dict:
                 beside.append(step())
                 checkpoints.poll()
             wrote += [] if wait else [time.perf_counter() - begin]
-            alone += [step() for _ in range(3)]
+            alone += [step() for _ in range(2)]
     parameters = sum(p.numel() for name, p in trainer.engine.parameters.items() if name not in trainer.engine.tied)
     folder = manifest.complete(run_dir)[0]
     size = sum(path.stat().st_size for path in folder.iterdir())
