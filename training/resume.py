@@ -186,19 +186,22 @@ def lock(run_dir: Path) -> None:
     try:
         folder = run_dir / "logs"
         folder.mkdir(exist_ok=True)
-        file = open(folder / "lock", "w")
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ValueError(f"cannot write to {run_dir}: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        os.close(file)
         raise ValueError(f"{run_dir} is being trained by another process; nothing was touched") from None
     except OSError:
         pass  # a file system without locks
-    _locked[:] = [file]
+    while _locked:
+        os.close(_locked.pop())
+    _locked.append(file)
 
 
-_locked: list = []
+_locked: list[int] = []  # the descriptor that holds the lock
 
 
 def reopen(found: Found) -> Path:
