@@ -17,6 +17,9 @@ from training.sweep import Job
 
 
 def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(command.help_text(__doc__))
+        return 0
     jobs: list[Job] = []  # one; with -m one each
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")

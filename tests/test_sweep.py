@@ -75,18 +75,11 @@ def test_a_sweep_with_every_kind_of_job_and_what_is_missing_afterwards(cwd):
 # --- with a worker that does not train ---
 
 
-def test_figures_of_a_clean_sweep_and_its_exit_code(cwd):
-    done = run(*FAKE_TRAIN, "-m", *SMALL, "parallel.stages=1,2", "name=mine", cwd=cwd)
-    assert done.returncode == 0
-    assert list(jobs(cwd, "mine")) == ["00_stages=1", "01_stages=2"]
-    assert rows(done.stdout)[1][:3] == ["0", "1", "completed"]
-
-
 def test_two_sweeps_side_by_side_do_not_meet(cwd):
     both = [start(*FAKE_TRAIN, "-m", *SMALL, "parallel.stages=1,2", cwd=cwd) for _ in range(2)]
     assert [process.communicate(timeout=60) and process.returncode for process in both] == [0, 0]
-    assert len(jobs(cwd)) == 4 or len(list((cwd / "experiments" / "runs").glob("*stages*"))) == 4
-    assert all(result["status"] == "completed" for result in jobs(cwd).values())
+    folders = list((cwd / "experiments" / "runs").glob("*stages=*"))
+    assert len(folders) == 4 and {read_result(folder)["status"] for folder in folders} == {"completed"}
 
 
 def test_ctrl_c_ends_the_sweep_and_says_what_was_done(cwd):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import FAKE_TRAIN, SMALL, TRAIN, processes_in, run, start, wait_for
+from commands import FAKE_TRAIN, REPOSITORY, SMALL, TRAIN, processes_in, run, start, wait_for
 
 from training.record import read_result
 
@@ -70,6 +70,14 @@ def test_help_and_the_configuration_come_without_torch(cwd):
         )
         done = run(sys.executable, "-c", code, cwd=cwd)
         assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_help_lists_every_option_of_every_group(cwd):
+    done = run(*TRAIN, "--help", cwd=cwd)
+    conf = REPOSITORY / "conf"
+    options = {path.stem for path in conf.glob("*/*.yaml") if path.parent.name != "hydra"}
+    assert done.returncode == 0 and options <= set(done.stdout.replace(",", " ").split())
+    assert "Exit codes" in done.stdout and "+experiment" in done.stdout
 
 
 def test_everything_is_raised_when_asked_for(cwd):
@@ -208,7 +216,6 @@ def test_two_torchruns_as_two_machines_make_one_folder(cwd):
     [
         ([*SMALL, "train.global_batch=7"], "train.global_batch=7 is not divisible"),
         ([*SMALL, "parallel.stages=4"], "this layout needs 4 processes and 2 were started"),
-        (["parallel.nope=4"], "parallel.nope is no key"),
         (["-m", "parallel.chunks=4,8"], "start it without torchrun"),
     ],
 )

@@ -9,6 +9,7 @@ import difflib
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -68,6 +69,18 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
     if interrupted or any(job.interrupted for job in jobs):
         return EXIT_STOPPED
     return EXIT_FAILED if set(sweep.BAD) & set(statuses) else EXIT_OK
+
+
+def help_text(description: str) -> str:
+    """What --help prints: the groups of conf/ with their options. Hydra's own help takes a second and lists Hydra."""
+    lines = [description.strip(), "", "Groups, as in `python train.py model=gpt_1b`:"]
+    for folder in sorted((join.REPOSITORY / "conf").iterdir()):
+        options = sorted(path.stem for path in folder.glob("*.yaml"))
+        if options and folder.name != "hydra":
+            plus = "+" if folder.name == "experiment" else ""  # in no defaults list: it is added
+            label = f"  {plus + folder.name:<12}"
+            lines.append(textwrap.fill(", ".join(options), 118, initial_indent=label, subsequent_indent=" " * 14))
+    return "\n".join([*lines, "", "Values, as in `train.steps=1000`: all that --cfg job prints. Hydra: --hydra-help."])
 
 
 def one_line(error: BaseException) -> str:
