@@ -31,7 +31,7 @@ OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "Default
 # broken connection can end in
 KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # seconds within which a kill counts as the first event: the ranks that outlive SIGTERM are killed later than this
-KILL_WINDOW_S = 2.0
+KILL_WINDOW_S = 1.5
 
 
 @dataclass

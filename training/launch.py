@@ -30,7 +30,7 @@ from training.record import finish_failed, read_result
 REPOSITORY = Path(__file__).resolve().parent.parent
 PARENT_PID = "TRAIN_PARENT_PID"  # set for the ranks that launch() starts; absent under torchrun
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SHUTDOWN_S = 3  # after one rank failed, the others have this long before they are killed
+SHUTDOWN_S = 2  # after one rank failed, the others have this long before they are killed
 SECOND_SIGNAL_S = 0.5  # `timeout` and terminals send one request twice: what follows sooner is the same request
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
