@@ -65,7 +65,7 @@ def test_cores_are_shared_out(cores, ranks, threads, monkeypatch):
 
 def test_a_rank_that_raises_ends_the_sleeping_others(run_dir, monkeypatch, capsys):
     result, seconds = run_fake(run_dir, monkeypatch, "raise@1", ranks=3)
-    assert result["status"] == "failed" and result["rank"] == 1 and "the deed of rank 1" in result["error"]
+    assert result["status"] == "failed" and result["rank"] == 1 and "the deed of rank 1" in result["failure"]
     assert launch.SHUTDOWN_S - 1 < seconds < launch.SHUTDOWN_S + 3
     printed = capsys.readouterr().err
     assert printed.strip().startswith("rank 1 failed: ValueError: the deed of rank 1")
@@ -82,7 +82,7 @@ def test_the_cause_is_named_and_not_its_victims(run_dir, monkeypatch, capsys):
 
 def test_a_killed_rank_is_named_and_not_its_victims(run_dir, monkeypatch, capsys):
     result, seconds = run_fake(run_dir, monkeypatch, "kill@1", wait="gloo")
-    assert result["status"] == "failed" and result["error"].startswith("rank 1 was killed by SIGKILL")
+    assert result["status"] == "failed" and result["failure"].startswith("rank 1 was killed by SIGKILL")
     assert seconds < launch.SHUTDOWN_S
     assert capsys.readouterr().err.strip().startswith("rank 1 was killed by SIGKILL")
 
@@ -92,12 +92,12 @@ def test_a_rank_killed_for_memory_is_out_of_memory(run_dir, monkeypatch):
     monkeypatch.setattr(launch, "oom_kills", lambda: next(counts))  # the kernel's count, before and after
     result, _ = run_fake(run_dir, monkeypatch, "kill@0", ranks=1)
     assert result["status"] == "out_of_memory"
-    assert result["error"] == "rank 0 was killed by SIGKILL: the kernel ran out of memory"
+    assert result["failure"] == "rank 0 was killed by SIGKILL: the kernel ran out of memory"
 
 
 def test_a_rank_that_just_exits_is_named(run_dir, monkeypatch):
     result, _ = run_fake(run_dir, monkeypatch, "exit@1")
-    assert result["error"] == "rank 1 exited with code 3 and recorded no error"
+    assert result["failure"] == "rank 1 exited with code 3 and recorded no error"
 
 
 def test_an_allocation_that_fails_is_out_of_memory(tmp_path):

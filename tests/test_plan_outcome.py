@@ -56,8 +56,8 @@ def test_results_hold_both(run_dir):
     stored = json.loads((run_dir / "result.json").read_text())
     assert stored["error"]["step_time_s"] == pytest.approx(stored["predicted"]["step_time_s"] / 5.0 - 1)
     assert result["predicted"] == stored["predicted"]
-    failed = write_result(run_dir, {"status": "failed", "error": "it broke"})
-    assert failed["error"] == "it broke" and failed["predicted"] == stored["predicted"] and table(failed) == ""
+    failed = write_result(run_dir, {"status": "failed", "failure": "it broke"})
+    assert failed["failure"] == "it broke" and failed["predicted"] == stored["predicted"]
 
 
 def test_without_a_prediction_nothing_is_compared(tmp_path):

@@ -115,8 +115,8 @@ def test_a_failure_written_by_the_parent(begun, tmp_path, config):
         recorder = Recorder(tmp_path, config)
         recorder.step(step(1))
         recorder.close()
-    result = finish_failed(tmp_path, "failed", error="rank 1 failed: ValueError: x")
-    assert result["error"] == "rank 1 failed: ValueError: x" and result["steps"] == int(begun)
+    result = finish_failed(tmp_path, "failed", failure="rank 1 failed: ValueError: x")
+    assert result["failure"] == "rank 1 failed: ValueError: x" and result["steps"] == int(begun)
     values, end = session(tmp_path)
     assert end == api_pb2.STATUS_FAILURE and values["parallel.chunks"] == 8
 
@@ -149,7 +149,7 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
 
 
 def test_a_run_without_a_step_has_a_result(tmp_path):
-    assert write_result(tmp_path, {"status": "invalid", "error": "x"})["steps"] == 0
+    assert write_result(tmp_path, {"status": "invalid", "failure": "x"})["steps"] == 0
     assert read_result(tmp_path / "not there") is None
 
 

@@ -69,7 +69,7 @@ def test_a_fault_ends_a_run_and_auto_goes_on_with_it(whole, cwd):
     fresh = run(*TRAIN, *RUN, "resume=auto", "name=mine", "fault.kind=exception", "fault.step=8", cwd=cwd)
     assert fresh.returncode == 1 and "has a checkpoint: a fresh start" in fresh.stdout
     folder = only_run(cwd, "mine")
-    assert read_result(folder)["error"].startswith("rank 0 failed: InjectedFault: fault.kind=exception at step 8")
+    assert read_result(folder)["failure"].startswith("rank 0 failed: InjectedFault: fault.kind=exception at step 8")
     done = run(*TRAIN, "resume=auto", "name=mine", cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert only_run(cwd, "mine") == folder and losses(folder) == losses(whole)

@@ -48,7 +48,7 @@ def test_a_sweep_with_every_kind_of_job_and_what_is_missing_afterwards(cwd):
         "03_learning_rate=1e+30_accumulate=3",
     ]
     assert [result["status"] for result in found.values()] == ["completed", "invalid", "failed", "invalid"]
-    errors = [result.get("error", "") for result in found.values()]
+    errors = [result.get("failure", "") for result in found.values()]
     assert "not divisible by train.accumulate=3" in errors[1] and "NonFinite" in errors[2]
     header, *table = rows(first.stdout)
     assert header == ["job", "learning_rate", "accumulate", "status", "loss", "tokens/s", "step time", "peak memory"]

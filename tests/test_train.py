@@ -229,4 +229,4 @@ def test_a_rank_that_fails_under_torchrun(cwd):
     done = run(*ONE_MACHINE, TRAIN[1], *SMALL, "optimizer.learning_rate=1e30", "train.steps=20", cwd=cwd)
     assert done.returncode != 0
     (folder,) = runs(cwd)
-    assert read_result(folder)["status"] == "failed" and "NonFinite" in read_result(folder)["error"]
+    assert read_result(folder)["status"] == "failed" and "NonFinite" in read_result(folder)["failure"]

@@ -115,8 +115,8 @@ def test_a_stopped_rank_ends_the_run_and_is_named(stages, victim, tmp_path):
     assert seconds < TIMEOUT_S + 5, f"took {seconds} s"
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "failed"
-    assert result["error"].startswith("stalled: rank ")
-    assert f"rank {victim}" in result["error"] and "(stopped)" in result["error"], result["error"]
+    assert result["failure"].startswith("stalled: rank ")
+    assert f"rank {victim}" in result["failure"] and "(stopped)" in result["failure"], result["failure"]
     for rank in range(stages):
         assert any(line.startswith(f"  rank {rank} ") for line in errors.splitlines()), errors
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -153,4 +153,4 @@ def test_a_slow_rank_is_named_with_the_action_it_is_in(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "failed"
-    assert "from rank 1, which is in 1F" in result["error"], result["error"]
+    assert "from rank 1, which is in 1F" in result["failure"], result["failure"]

@@ -236,7 +236,7 @@ def _record_invalid(config: DictConfig, job: Job, error: Exception) -> None:
     composed = None
     with suppress(*BAD_INPUT):
         composed = _to_object(config)
-    job.result = finish_failed(job.run_dir, status, composed, error=one_line(error))
+    job.result = finish_failed(job.run_dir, status, composed, failure=one_line(error))
 
 
 # --- the run ---
@@ -253,7 +253,7 @@ def _launch(run_dir: Path, plan: Plan) -> dict:
         return launch(run_dir, num_ranks(plan.config.parallel), max_restarts=plan.config.train.max_restarts)
     except Exception as error:
         traceback.print_exc()
-        return finish_failed(run_dir, "failed", error=f"{type(error).__name__}: {error}")
+        return finish_failed(run_dir, "failed", failure=f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         finish_failed(run_dir, "stopped", reason="signal")
         raise
@@ -305,7 +305,7 @@ def _say_end(job: Job) -> None:
         print(f"\n{result['status']}: {job.run_dir}{_how_to_go_on(job)}")
         print("look at it: tensorboard --logdir experiments", flush=True)
     else:
-        note = f": {result['error']}" if result["status"] in sweep.BAD else ""
+        note = f": {result['failure']}" if result["status"] in sweep.BAD else ""
         print(f"job {job.number} {result['status']}{note}: {job.run_dir}", flush=True)
 
 

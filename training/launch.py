@@ -167,7 +167,7 @@ def threads_per_rank(num_ranks: int) -> int:
 
 def _finish(run_dir: str | Path, error: RankError) -> dict:
     status = "out_of_memory" if error.is_out_of_memory else "failed"
-    return finish_failed(run_dir, status, error=error.headline, rank=error.rank)
+    return finish_failed(run_dir, status, failure=error.headline, rank=error.rank)
 
 
 def _run_elastic(

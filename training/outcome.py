@@ -80,7 +80,7 @@ def scalars(result: dict[str, Any]) -> dict[str, float]:
 def table(result: dict[str, Any]) -> str:
     """Predicted beside measured, for the console; empty where nothing can be compared."""
     error = result.get("error", {})
-    if not isinstance(error, dict) or not error:
+    if not error:
         return ""
     predicted = result["predicted"]
     rows = [["", "predicted", "measured", "error"]]

@@ -142,10 +142,7 @@ def write_result(run_dir: str | os.PathLike, result: dict[str, Any]) -> dict:
     run_dir = Path(run_dir)
     full = {"status": result["status"]} | summary(run_dir) | result
     full = {key: value for key, value in full.items() if value is not None}
-    compared = outcome.compared(run_dir, full)
-    if "error" in full:  # a failed run's message
-        compared.pop("error", None)
-    full |= compared
+    full |= outcome.compared(run_dir, full)
     full |= {"versions": versions(), "overrides": read_overrides(run_dir)}
     partial = run_dir / f"result.json.{os.getpid()}.tmp"
     partial.write_text(_to_json(full, indent=1) + "\n")
