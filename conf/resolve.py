@@ -24,10 +24,11 @@ CPU_BUDGET = 2 / 3  # of max_minutes: what a run is sized for, since the estimat
 # at 3e-3, to 2.28 at 1.2e-3 (python_source, one run each).
 SHORT_RUN_RATE = 2.5
 SHORT_RUN_WARMUP = 10  # steps
-# Adam's first step changes every weight by its rate, all in the same direction for the whole batch: what a wide and deep
-# model adds up is rate x width x blocks. Without a warm-up gpt_1b went from 6.1 to 17.9 nats a token in one step at
-# 3.4e-4, and to 16.7 at 3.4e-5; the first step's rate is therefore held to this over width x blocks.
-FIRST_STEP = 0.15
+# Adam's first step changes every weight by its rate, in the one direction that makes the commonest token likelier: each
+# block's feed-forward adds rate x its inner width to the residual stream, which the head multiplies by the width. Without
+# a warm-up gpt_1b went from 6.1 to 17.9 nats a token in one step at 3.4e-4, to 16.7 at 3.4e-5, to 8.9 at 4e-6. The first
+# step's rate is therefore held to this over (width x inner width x blocks), which moves a logit by about 1.
+FIRST_STEP = 100
 # A run on accelerators.
 ACCELERATOR_STEPS = 100_000
 ACCELERATOR_SEQUENCE = 2048  # tokens
@@ -238,7 +239,7 @@ def _resolve_optimizer(config: RootConfig) -> None:
         rate = adam_learning_rate(num_parameters(describe(config.model)))
         if config.hardware.device == "cpu" and optimizer.warmup_steps >= SHORT_RUN_WARMUP:
             rate *= SHORT_RUN_RATE
-        first_step = FIRST_STEP / (config.model.hidden * config.model.blocks)
+        first_step = FIRST_STEP / (config.model.hidden * config.model.feedforward * config.model.blocks)
         rate = min(rate, first_step * max(1, optimizer.warmup_steps))
         optimizer.learning_rate = float(f"{rate:.1e}")
 
