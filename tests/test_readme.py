@@ -19,7 +19,8 @@ BASH = [text.strip() for kind, text in BLOCKS if kind == "bash"]
 COMMANDS = [line for text in BASH[2:] for line in text.splitlines() if line.startswith("python ")]
 # what makes a command short without changing what it shows
 SHORT = {
-    "train.py": "train.steps=2 train.sequence=16 train.validate_sequences=8 model.hidden=48 model.blocks=4".split(),
+    "train.py": "train.steps=2 train.sequence=16 train.validate_sequences=8 model.hidden=48 model.blocks=8".split(),
+    "plan.py": [],
     "verify.py": "verify.width=32 train.sequence=8".split(),
 }
 
