@@ -25,9 +25,9 @@ CPU_BUDGET = 2 / 3  # of max_minutes: what a run is sized for, since the estimat
 SHORT_RUN_RATE = 2.5
 SHORT_RUN_WARMUP = 10  # steps
 # Adam's first step changes every weight by its rate, in the one direction that makes the commonest token likelier: each
-# block's feed-forward adds rate x its inner width to the residual stream, which the head multiplies by the width. Without
-# a warm-up gpt_1b went from 6.1 to 17.9 nats a token in one step at 3.4e-4, to 16.7 at 3.4e-5, to 8.9 at 4e-6. The first
-# step's rate is therefore held to this over (width x inner width x blocks), which moves a logit by about 1.
+# block's feed-forward adds rate x its inner width to the residual stream, which the head multiplies by the width.
+# Without a warm-up gpt_1b went from 6.1 to 17.9 nats a token in one step at 3.4e-4, to 16.7 at 3.4e-5, to 8.9 at 4e-6.
+# The first step's rate is therefore held to this over (width x inner width x blocks): a logit moves by about 1.
 FIRST_STEP = 100
 # A run on accelerators.
 ACCELERATOR_STEPS = 100_000

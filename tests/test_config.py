@@ -230,3 +230,12 @@ def test_auto_leaves_the_figures_of_an_unknown_device_open():
     config = resolved(device=Device("cuda", "Tesla T4", 1, 16 * 2**30, False))
     assert config.hardware.peak_flops_bfloat16 is None and config.train.precision == "float32"
     assert config.optimizer.warmup_steps == 5000
+
+
+@pytest.mark.parametrize("overrides", [["model=gpt_1b", "parallel=pp4"], ["model=gpt_124m"], ["train.steps=12"], []])
+def test_the_first_step_moves_a_logit_by_about_one(overrides):
+    """Wide models without a warm-up are thrown off by the published rate in one step."""
+    config = resolved(*overrides)
+    model, first = config.model, config.optimizer.learning_rate / max(1, config.optimizer.warmup_steps)
+    assert first * model.hidden * model.feedforward * model.blocks <= 100 * 1.05  # the rate is given in two digits
+    assert config.optimizer.learning_rate > 0

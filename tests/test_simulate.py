@@ -67,13 +67,8 @@ def event_loop(schedule, duration, latency, occupied):
             at(now, "look", where[about[1]])
         elif idle[about] and position[about] < len(schedule.actions[about]):
             action = stage, kind, microbatch = schedule.actions[about][position[about]]
-            if kind == "F":
-                ready = stage == 0 or ("to", stage, "F", microbatch) in arrived
-            elif kind == "W":
-                ready = True
-            else:
-                ready = stage == last or ("to", stage, "B", microbatch) in arrived
-            if ready:
+            needs = {"F": stage > 0, "W": False}.get(kind, stage < last)
+            if not needs or ("to", stage, kind.replace("I", "B"), microbatch) in arrived:
                 started[action] = now
                 position[about] += 1
                 idle[about] = False

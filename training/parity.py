@@ -31,6 +31,7 @@ from pipeline.engines.base import Batch, Engine
 from pipeline.partition import num_ranks
 from training import launch
 from training.build import build_engine, canonical_order
+from training.comparison import Report, Row
 from training.optimizer import clip_, global_norm
 from training.record import write_result
 
@@ -46,34 +47,6 @@ class Measured:
     norm: float  # of the whole model's gradient, before clipping
     gradients: dict[str, Tensor]  # before clipping, canonical names
     weights: dict[str, Tensor]  # after the step, canonical names
-
-
-@dataclass
-class Row:
-    """One parameter on one rank: relative errors |got - expected| / |expected| (norms); inf when it is missing."""
-
-    parameter: str
-    rank: int
-    gradient_error: float
-    weight_error: float
-
-
-@dataclass
-class Report:
-    """A whole comparison; `rows` worst first."""
-
-    loss_error: float
-    norm_error: float
-    rows: list[Row]
-
-    @property
-    def worst(self) -> tuple[float, str]:
-        """Largest relative error of all, and what it is of."""
-        errors = [(self.loss_error, "the loss"), (self.norm_error, "the gradient norm")]
-        for row in self.rows[:1]:
-            errors.append((row.gradient_error, f"the gradient of {row.parameter} on rank {row.rank}"))
-            errors.append((row.weight_error, f"the weights of {row.parameter} on rank {row.rank}"))
-        return max(errors)
 
 
 def batch_of(config: RootConfig) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from tqdm import tqdm
@@ -12,7 +13,9 @@ class Progress:
 
     def __init__(self, steps: int, log_every: int, *, first: int = 0):
         self.steps, self.log_every = steps, max(1, log_every)
-        self.bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True) if sys.stdout.isatty() else None
+        self.bar = None
+        if _is_terminal():
+            self.bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, file=sys.stdout)
 
     def step(self, done: int, loss: float, learning_rate: float, tokens_per_s: float, step_time_s: float) -> None:
         """After step number `done` (from 1); rates are of this step."""
@@ -34,6 +37,15 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def _is_terminal() -> bool:
+    """Whether stdout is a terminal that knows its size: in one that does not, tqdm shows nothing at all."""
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):  # no terminal, or no file at all
+        return False
+    return size.lines > 0 and size.columns > 0
 
 
 def _duration(seconds: float) -> str:

@@ -24,6 +24,7 @@ from planning.balance import resolved_balance
 from planning.memory import machine_memory_bytes
 from training.announce import gib
 from training.command import Refused, one_line
+from training.comparison import Report
 from training.launch import launch
 
 # Float64 copies of a parameter at the peak: of the ranks weight, gradient, its copy, and both as read back; of the
@@ -52,7 +53,7 @@ def run(composed: DictConfig) -> bool:
     if reports is None:
         return False
     print(_matrix_table(cases, reports) if options.all else _parameter_table(reports[0], options.rows))
-    worst, what, case = max((*worst_of(report), _label(case)) for case, report in zip(cases, reports, strict=True))
+    worst, what, case = max((*report.worst, _label(case)) for case, report in zip(cases, reports, strict=True))
     good = worst <= options.tolerance
     verdict = "RIGHT" if good else "WRONG"
     print(
@@ -62,24 +63,17 @@ def run(composed: DictConfig) -> bool:
     return good
 
 
-def measure(cases: list[RootConfig]) -> list[dict] | None:
-    """The report of each case (training.parity.Report as a dict), from one launch; None when a rank failed."""
+def measure(cases: list[RootConfig]) -> list[Report] | None:
+    """The report of each case, from one launch; None when a rank failed."""
     with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         Path(folder, "cases.json").write_text(json.dumps([to_dict(case) for case in cases]))
         ranks = max(num_ranks(case.parallel) for case in cases)
         result = launch(folder, ranks, worker=("-m", "training.parity"))
         if result["status"] == "stopped":
             raise KeyboardInterrupt
-        return json.loads(Path(folder, "reports.json").read_text()) if result["status"] == "completed" else None
-
-
-def worst_of(report: dict) -> tuple[float, str]:
-    """Largest relative error of a report, and what it is of."""
-    errors = [(report["loss_error"], "the loss"), (report["norm_error"], "the gradient norm")]
-    for row in report["rows"][:1]:
-        errors.append((row["gradient_error"], f"the gradient of {row['parameter']}"))
-        errors.append((row["weight_error"], f"the weights of {row['parameter']}"))
-    return max(errors)
+        if result["status"] != "completed":
+            return None
+        return [Report.from_dict(values) for values in json.loads(Path(folder, "reports.json").read_text())]
 
 
 # --- cases ---
@@ -205,29 +199,29 @@ def _label(config: RootConfig) -> str:
     return ", ".join(parts)
 
 
-def _parameter_table(report: dict, rows: int) -> str:
-    shown = report["rows"][:rows]
-    width = max(len(row["parameter"]) for row in shown)
+def _parameter_table(report: Report, rows: int) -> str:
+    shown = report.rows[:rows]
+    width = max(len(row.parameter) for row in shown)
     lines = [f"{'parameter':<{width}}  rank  gradient  weights after SGD"]
     for row in shown:
-        rank = "none" if row["rank"] < 0 else row["rank"]
+        rank = "none" if row.rank < 0 else row.rank
         lines.append(
-            f"{row['parameter']:<{width}}  {rank:>4}  {_error(row['gradient_error'])}  {_error(row['weight_error'])}"
+            f"{row.parameter:<{width}}  {rank:>4}  {_error(row.gradient_error)}  {_error(row.weight_error)}"
         )
-    if len(report["rows"]) > rows:
-        count = len(report["rows"])
+    count = len(report.rows)
+    if count > rows:
         lines.append(f"... {count - rows} more with smaller errors (verify.rows={count} shows all)")
-    lines.append(f"loss {report['loss_error']:.2e}, gradient norm {report['norm_error']:.2e}")
+    lines.append(f"loss {report.loss_error:.2e}, gradient norm {report.norm_error:.2e}")
     return "\n".join(lines)
 
 
-def _matrix_table(cases: list[RootConfig], reports: list[dict]) -> str:
+def _matrix_table(cases: list[RootConfig], reports: list[Report]) -> str:
     """The worst error of each engine, schedule, stages and interleave over everything else that varies."""
     families: dict[tuple, list[float]] = {}
     for case, report in zip(cases, reports, strict=True):
         parallel = case.parallel
         key = (parallel.engine, parallel.schedule, parallel.stages, parallel.interleave)
-        families.setdefault(key, []).append(worst_of(report)[0])
+        families.setdefault(key, []).append(report.worst[0])
     lines = [f"{'engine':<10} {'schedule':<17} stages interleave cases  worst error"]
     for (engine, schedule, stages, interleave), errors in sorted(families.items()):
         layout = f"{engine:<10} {schedule:<17} {stages:>6} {interleave:>10}"
