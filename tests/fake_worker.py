@@ -66,11 +66,19 @@ def fail(run_dir: Path, rank: int, stop: StopFlag) -> None:
     raise ValueError(f"the deed of rank {rank}")
 
 
+def fail_late(run_dir: Path, rank: int, stop: StopFlag) -> None:
+    """In the half of a second where whole seconds would blame the rank that the launcher kills two seconds later."""
+    while not 0.55 < time.time() % 1 < 0.65:
+        time.sleep(0.01)
+    fail(run_dir, rank, stop)
+
+
 DEEDS = {
     "finish": finish,
     "steps": steps,
     "long": long,
     "raise": fail,
+    "raise_late": fail_late,
     "kill": lambda run_dir, rank, stop: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda run_dir, rank, stop: os._exit(3),
 }

@@ -174,12 +174,10 @@ def _run_elastic(
     arguments: list[str], num_ranks: int, max_restarts: int, stop: _Stopper
 ) -> dict[int, tuple[int, float]]:
     """Start the ranks and wait for them. Returns how the ranks that did not exit with 0 ended: rank -> (code, when)."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # torch 2.13 closes a failed group with this method's default, 30 s, whatever shutdown_timeout is
-    PContext.close.__defaults__ = (None, SHUTDOWN_S)
     # it warns of every rank that it ends, beside the cause that we print
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False
@@ -202,15 +200,44 @@ def _run_elastic(
         return {}
     previous = signal.getsignal(signal.SIGQUIT)
     try:
-        with _no_restart_after(stop):
+        with _no_restart_after(stop), _timed_ends() as ends:
             elastic_launch(config, sys.executable)("-u", *arguments)
     except ChildFailedError as failed:
-        return {rank: (failure.exitcode, float(failure.timestamp)) for rank, failure in failed.failures.items()}
+        return {rank: (failure.exitcode, ends[rank]) for rank, failure in failed.failures.items()}
     except SignalException:  # SIGQUIT: the agent has killed the ranks
         stop.requested = True
     finally:
         signal.signal(signal.SIGQUIT, previous)
     return {}
+
+
+@contextlib.contextmanager
+def _timed_ends() -> Iterator[dict[int, float]]:
+    """rank -> when it ended, of the last attempt that failed: when the others were told to end for the ranks that were
+    dead by then, when all were dead for the rest.
+
+    torch keeps whole seconds, which cannot tell a rank that was killed from those that outlive SIGTERM and are killed
+    here. And torch 2.13 closes a failed group with this method's default, 30 s, whatever shutdown_timeout is.
+    """
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    ends: dict[int, float] = {}
+    closed = []  # it is closed once more when all are dead
+    close = PContext.close
+
+    def timed(context: Any, death_sig: Any = None, timeout: int = SHUTDOWN_S) -> None:
+        running = {rank: handler.proc.poll() is None for rank, handler in context.subprocess_handlers.items()}
+        start = time.time()
+        close(context, death_sig, timeout)
+        if context not in closed:
+            closed.append(context)
+            ends.update({rank: time.time() if alive else start for rank, alive in running.items()})
+
+    PContext.close = timed
+    try:
+        yield ends
+    finally:
+        PContext.close = close
 
 
 @contextlib.contextmanager
