@@ -41,9 +41,13 @@ class RunnableStage(PipelineStage):
         super().__init__(*args, **kwargs)
         self._last_chunk, self._clock = chunks - 1, clock
 
+    def before(self, action: Action) -> None:
+        """Called when the input of `action` (F, B or I) is there, just before it runs, outside its time."""
+
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
         self.submod.is_last_microbatch = fwd_chunk_id == self._last_chunk
         action = Action(self.stage_index, "F", fwd_chunk_id)
+        self.before(action)
         output = self._clock.run(action, super().forward_one_chunk, fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last and not self.has_backward:
             self.fwd_cache.pop(fwd_chunk_id)  # evaluation: torch would keep the logits of every micro-batch
@@ -51,6 +55,7 @@ class RunnableStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         action = Action(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)
+        self.before(action)
         return self._clock.run(action, super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
