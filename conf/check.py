@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable
 
 from conf.device import find_device
-from conf.schema import DataConfig, ParallelConfig, RootConfig
+from conf.schema import DataConfig, ModelConfig, ParallelConfig, RootConfig
 
 ENGINES = ("single", "torch", "fairscale")
 PRECISIONS = ("float32", "bfloat16", "float64")
 TOKENIZERS = {"byte": 256}  # name -> vocabulary
 
 KNOWN = {
-    "model.family": ("gpt", "mlp"),
+    "model.family": ("gpt", "llama", "mlp"),
     "parallel.engine": ENGINES,
     "parallel.checkpoint": ("never", "except_last", "always", "selective"),
     "parallel.shard": ("none", "optimizer", "gradients", "full"),
@@ -28,9 +28,9 @@ KNOWN = {
 }
 
 AT_LEAST_ONE = (
-    "model.blocks model.hidden model.heads model.feedforward model.positions model.vocabulary "
-    "model.vocabulary_multiple parallel.stages parallel.chunks parallel.interleave parallel.tensor parallel.data "
-    "parallel.checkpoint_interval "
+    "model.blocks model.hidden model.heads model.key_value_heads model.feedforward model.positions model.vocabulary "
+    "model.vocabulary_multiple model.rope_scaling parallel.stages parallel.chunks parallel.interleave parallel.tensor "
+    "parallel.data parallel.checkpoint_interval optimizer.update_rms "
     "hardware.devices_per_node data.synthetic_tokens train.steps train.global_batch train.sequence train.accumulate "
     "train.validate_sequences train.log_every train.keep_checkpoints hardware.checkpoint_every fault.step"
 ).split()
@@ -41,7 +41,8 @@ NOT_NEGATIVE = (
     "train.checkpoint_every train.max_restarts fault.rank fault.seconds"
 ).split()
 POSITIVE = (
-    "model.initializer_std parallel.memory_cap_bytes optimizer.learning_rate optimizer.eps optimizer.clip_norm "
+    "model.initializer_std model.norm_eps model.rope_theta "
+    "parallel.memory_cap_bytes optimizer.learning_rate optimizer.eps optimizer.clip_norm "
     "hardware.peak_flops_float32 hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s "
     "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s"
 ).split()
@@ -131,12 +132,14 @@ def _check_precision(key: str, value: str | None) -> None:
 
 def _check_model(config: RootConfig) -> None:
     model, train = config.model, config.train
-    if model.family == "gpt" and model.hidden % model.heads:
+    if model.family in ("gpt", "llama") and model.hidden % model.heads:
         raise ValueError(
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
             f"set model.heads to {_nearest_divisor(model.hidden, model.heads)}"
         )
     if train.sequence > model.positions:
+    if model.family == "llama":
+        _check_llama(model)
         raise ValueError(
             f"train.sequence={train.sequence} is longer than model.positions={model.positions}: "
             f"set train.sequence to at most {model.positions} or raise model.positions"
@@ -150,6 +153,20 @@ def _check_model(config: RootConfig) -> None:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
+def _check_llama(model: ModelConfig) -> None:
+    width = model.hidden // model.heads
+    if width % 2:
+        raise ValueError(
+            f"model.hidden={model.hidden} over model.heads={model.heads} gives heads of width {width}, and rotary "
+            f"positions turn pairs of columns: set model.hidden to {model.heads * (width + 1)}"
+        )
+    if model.heads % model.key_value_heads:
+        raise ValueError(
+            f"model.heads={model.heads} is not divisible by model.key_value_heads={model.key_value_heads}: "
+            f"set model.key_value_heads to {_nearest_divisor(model.heads, model.key_value_heads)}"
+        )
+
+
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
 
@@ -210,11 +227,12 @@ def _check_ranks(config: RootConfig) -> None:
             f"parallel.engine={parallel.engine} runs in one process, not with parallel.tensor={t} and "
             f"parallel.data={d}: set parallel.engine=torch, or both to 1"
         )
-    if t > 1 and model.family != "gpt":
-        raise ValueError(f"parallel.tensor={t} needs model.family=gpt, not {model.family}: set parallel.tensor=1")
+    if t > 1 and model.family == "mlp":
+        raise ValueError(f"parallel.tensor={t} needs model.family=gpt or llama, not mlp: set parallel.tensor=1")
     if t > 1:
-        width = model.feedforward or 4 * model.hidden
-        parts = (("heads", model.heads), ("feedforward", width), ("vocabulary", model.vocabulary))
+        parts = [("heads", model.heads), ("feedforward", model.feedforward), ("vocabulary", model.vocabulary)]
+        if model.family == "llama":
+            parts.append(("key_value_heads", model.key_value_heads))
         for key, number in parts:
             if number % t:
                 remedy = f"set parallel.tensor to {_nearest_divisor(number, t)}"

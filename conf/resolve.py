@@ -141,7 +141,10 @@ def hardware_file(name: str) -> dict:
 
 def _resolve_model(config: RootConfig) -> None:
     model = config.model
-    model.feedforward = model.feedforward or 4 * model.hidden
+    from models.describe import feedforward_width
+
+    model.feedforward = feedforward_width(model)
+    model.key_value_heads = model.key_value_heads or model.heads
     model.vocabulary = model.vocabulary or tokenizer_vocabulary(config.data)
     model.vocabulary = padded_vocabulary(model)
 

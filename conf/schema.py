@@ -17,17 +17,21 @@ class ModelConfig:
     """One Transformer (or MLP) as an ordered list of layers: embedding, block.0 ... block.N-1, norm, head."""
 
     name: str = MISSING  # shown in tables; the yaml file's own name
-    family: str = MISSING  # gpt | mlp
+    family: str = MISSING  # gpt | llama | mlp
     blocks: int = MISSING  # number of blocks between embedding and norm
     hidden: int = MISSING  # width of the residual stream, D
     heads: int = 1  # attention heads, H; hidden must be divisible by it (mlp ignores it)
-    feedforward: Optional[int] = None  # inner width of a block's MLP; null = 4 x hidden
+    key_value_heads: Optional[int] = None  # llama: heads of keys and values, shared by the queries'; null = heads
+    feedforward: Optional[int] = None  # inner width of a block's MLP; null = 4 x hidden; llama: see models/describe.py
     positions: int = MISSING  # longest sequence the model can take (rows of the position table), tokens
     vocabulary: Optional[int] = None  # rows of the embedding and the head; null = the tokenizer's
     vocabulary_multiple: int = 1  # the vocabulary is padded up to a multiple of this
     tied: bool = True  # the head uses the token embedding's weight
     dropout: float = 0.0  # probability, on residuals and embeddings
     initializer_std: float = 0.02  # standard deviation of the initial weights (GPT-2's)
+    norm_eps: float = 1e-5  # llama: added to the mean square in RMSNorm
+    rope_theta: float = 500_000.0  # llama: base of the rotary positions' frequencies (Llama 3's; Llama 1 and 2: 10,000)
+    rope_scaling: float = 1.0  # llama: slow rotary frequencies are divided by this, as Llama 3.1 does by 8; 1 = none
 
 
 @dataclass(slots=True)
@@ -56,13 +60,15 @@ class ParallelConfig:
 class OptimizerConfig:
     """The update rule, its learning-rate schedule and clipping."""
 
-    name: str = MISSING  # adamw | sgd
-    learning_rate: Optional[float] = None  # peak value; null = by the number of parameters (adamw only)
-    beta1: float = 0.9  # adamw: decay of the first moment
-    beta2: float = 0.95  # adamw: decay of the second moment
-    eps: float = 1e-8  # adamw
-    momentum: float = 0.0  # sgd
-    weight_decay: float = 0.0  # decoupled for adamw
+    name: str = MISSING  # adamw | sgd | adafactor | muon (blocks' matrices; adamw for all else)
+    learning_rate: Optional[float] = None  # peak value; null = by conf/resolve.py (sgd needs a value)
+    beta1: float = 0.9  # adamw, muon's adamw: decay of the first moment
+    beta2: float = 0.95  # adamw, muon's adamw: decay of the second moment
+    beta2_decay: float = 0.8  # adafactor: the second moment's decay at step t (from 1) is 1 - t^-beta2_decay
+    update_rms: float = 1.0  # adafactor: largest root mean square of an update, before the rate
+    eps: float = 1e-8  # adamw, muon's adamw: added to the root of the second moment; adafactor: least value of it
+    momentum: float = 0.0  # sgd, muon
+    weight_decay: float = 0.0  # of matrices but embeddings; decoupled, except for sgd
     schedule: str = "cosine"  # cosine | linear | constant | wsd (warm-up, stable, decay)
     warmup_steps: Optional[int] = None  # linear warm-up, steps; null = by hardware, at most a tenth of the run
     decay_fraction: float = 0.2  # wsd: the last part of the run in which the rate falls

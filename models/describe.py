@@ -1,16 +1,17 @@
 """What each layer of a model holds and costs, told from its config: names, shapes, FLOPs, bytes. Imports no torch.
 
-Shape letters: B micro-batch size, T sequence, D model (hidden), F inner width of the feed-forward, V vocabulary.
+Shape letters: B micro-batch size, T sequence, D model (hidden), H heads, F inner width of the feed-forward,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 
 from conf.schema import ModelConfig
 
-FAMILIES = ("gpt", "mlp")
+FAMILIES = ("gpt", "llama", "mlp")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -32,24 +33,39 @@ def describe(model: ModelConfig) -> list[LayerSpec]:
         raise ValueError("model.vocabulary is null; resolve the config first, or give the number of tokens")
     D, V = model.hidden, model.vocabulary
     embedding = {"embedding.token.weight": (V, D)}
+    norm = {"norm.weight": (D,)}
     if model.family == "gpt":
         embedding["embedding.position.weight"] = (model.positions, D)
+        norm["norm.bias"] = (D,)
         block = _gpt_block(D, feedforward_width(model))
+    elif model.family == "llama":
+        block = _llama_block(D, feedforward_width(model), key_value_width(model))
     else:
         block = {"linear.weight": (D, D), "linear.bias": (D,)}
     specs = [LayerSpec("embedding", "embedding", embedding)]
     for i in range(model.blocks):
         specs.append(LayerSpec(f"block.{i}", "block", {f"block.{i}.{name}": shape for name, shape in block.items()}))
-    if model.family == "gpt":
-        specs.append(LayerSpec("norm", "norm", {"norm.weight": (D,), "norm.bias": (D,)}))
+    if model.family != "mlp":
+        specs.append(LayerSpec("norm", "norm", norm))
     tied = {"head.weight": "embedding.token.weight"} if model.tied else {}
     specs.append(LayerSpec("head", "head", {"head.weight": (V, D)}, tied))
     return specs
 
 
 def feedforward_width(model: ModelConfig) -> int:
-    """F: the inner width of a GPT block's feed-forward, 4 x hidden unless the config says otherwise."""
-    return 4 * model.hidden if model.feedforward is None else model.feedforward
+    """F: the inner width of a block's feed-forward. Unless the config says otherwise 4 x hidden; for a Llama, whose
+    SwiGLU has three matrices, two thirds of that (arXiv 2002.05202, section 3), rounded up to a multiple of 64.
+    """
+    if model.feedforward is not None:
+        return model.feedforward
+    return ceil(8 * model.hidden / 3 / 64) * 64 if model.family == "llama" else 4 * model.hidden
+
+
+def key_value_width(model: ModelConfig) -> int:
+    """Columns of all keys of a token, and of all values: fewer than hidden where query heads share them (llama)."""
+    if model.family != "llama":
+        return model.hidden
+    return model.hidden // model.heads * (model.key_value_heads or model.heads)
 
 
 def _gpt_block(D: int, F: int) -> dict[str, tuple[int, ...]]:
@@ -66,6 +82,25 @@ def _gpt_block(D: int, F: int) -> dict[str, tuple[int, ...]]:
         "feedforward.up.bias": (F,),
         "feedforward.down.weight": (D, F),
         "feedforward.down.bias": (D,),
+    }
+
+
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix inside a block: what optimizer=muon takes; embeddings and head are not."""
+    return name.startswith("block.") and len(shape) == 2
+
+
+def _llama_block(D: int, F: int, key_value_width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "attention_norm.weight": (D,),
+        "attention.q.weight": (D, D),
+        "attention.k.weight": (key_value_width, D),
+        "attention.v.weight": (key_value_width, D),
+        "attention.projection.weight": (D, D),
+        "feedforward_norm.weight": (D,),
+        "feedforward.gate.weight": (F, D),
+        "feedforward.up.weight": (F, D),
+        "feedforward.down.weight": (D, F),
     }
 
 
@@ -91,7 +126,7 @@ def forward_flops(spec: LayerSpec, model: ModelConfig, sequence: int) -> int:
     torch's FlopCounterMode and the PaLM paper (appendix B) do.
     """
     flops = 2 * sequence * _matrix_elements(spec)
-    if spec.kind == "block" and model.family == "gpt":
+    if spec.kind == "block" and model.family != "mlp":
         flops += 4 * sequence**2 * model.hidden
     return flops
 
@@ -106,36 +141,97 @@ def model_flops_per_token(model: ModelConfig, sequence: int) -> float:
 
 
 def activation_bytes(
-    spec: LayerSpec, model: ModelConfig, micro_batch: int, sequence: int, precision: str, checkpointed: bool
+    spec: LayerSpec,
+    model: ModelConfig,
+    micro_batch: int,
+    sequence: int,
+    precision: str,
+    checkpointed: bool,
+    fused_norm: bool = True,
 ) -> int:
     """Bytes that the layer keeps from the forward of one micro-batch until its backward.
 
     A layer counts its input and what it makes inside, never its output (the next layer's input), so a sum over layers
     counts nothing twice. `precision` is float32, float64 or bfloat16 (autocast: the residual stream stays float32,
     inputs of matrix products are kept as bfloat16, and so is the bfloat16 copy of each matrix, once a micro-batch).
-    `checkpointed`: only the input and the dropout keys. The loss belongs to no layer (planning.memory counts it).
+    `checkpointed`: only the input and the dropout keys. `fused_norm`: see activation_parts. The loss belongs to no
+    layer (planning.memory counts it).
     """
-    B, T, D = micro_batch, sequence, model.hidden
+    if checkpointed:
+        keys = 8 * micro_batch if model.dropout else 0
+        return input_bytes(spec, model, micro_batch, sequence, precision) + keys
+    return sum(activation_parts(spec, model, micro_batch, sequence, precision, fused_norm))
+
+
+def activation_parts(
+    spec: LayerSpec, model: ModelConfig, micro_batch: int, sequence: int, precision: str, fused_norm: bool = True
+) -> tuple[int, int]:
+    """The bytes of a layer that is not checkpointed: what every tensor-parallel rank holds whole (only sequence
+    parallelism shares it), and what tensor ranks share.
+
+    fused_norm: RMSNorm is one kernel, as on CUDA; torch's on CPU keeps the normalised tensor beside its input. The
+    table of rotary positions is one for all layers and micro-batches, and counted nowhere.
+    """
+    tokens, D = micro_batch * sequence, model.hidden
     compute = DTYPE_BYTES[precision]
     stream = 4 if precision == "bfloat16" else compute
-    tokens = B * T
-    if checkpointed:
-        return input_bytes(spec, model, B, T, precision) + (8 * B if model.dropout else 0)
-    mask = tokens * D if model.dropout else 0  # one byte an element
     copies = 2 * _matrix_elements(spec) if precision == "bfloat16" else 0
-    statistics = 2 * stream * tokens  # a norm's mean and inverse standard deviation
+    # RMSNorm: the inverse root mean square; LayerNorm: the mean and the inverse standard deviation
+    per_token = 1 + (0 if fused_norm else D) if model.family == "llama" else 2
+    statistics = stream * tokens * per_token
     if spec.kind == "embedding":
-        return 8 * tokens + mask  # the ids
+        return tokens * (8 + (D if model.dropout else 0)), 0  # the ids; a mask of one byte an element
     if spec.kind == "norm":
-        return stream * tokens * D + statistics
+        return stream * tokens * D + statistics, 0
     if spec.kind == "head" or model.family == "mlp":
-        return compute * tokens * D + copies
-    F = feedforward_width(model)
-    streams = 2 * (stream * tokens * D + statistics)  # inputs of the two norms
-    # inputs of qkv and up, q k v, the attention's output (the projection's input); before and after GELU
-    matrices = compute * tokens * ((1 + 1 + 3 + 1) * D + 2 * F)
-    logsumexp = stream * tokens * model.heads  # of each row of attention scores
-    return streams + matrices + logsumexp + 2 * mask + copies
+        return compute * tokens * D, copies
+    whole, shared = block_parts(
+        B=micro_batch,
+        T=sequence,
+        D=D,
+        F=feedforward_width(model),
+        H=model.heads,
+        stream=stream,
+        compute=compute,
+        dropout=model.dropout > 0,
+        fused=True,
+        key_value_width=key_value_width(model),
+        gated=model.family == "llama",
+    )
+    return whole + 2 * statistics, shared + copies
+
+
+def block_parts(
+    *,
+    B: int,
+    T: int,
+    D: int,
+    F: int,
+    H: int,
+    stream: int,
+    compute: int,
+    dropout: bool,
+    fused: bool,
+    key_value_width: int | None = None,
+    gated: bool = False,
+) -> tuple[int, int]:
+    """Bytes that a block keeps of one micro-batch, whole and shared as in activation_parts: a GPT's, or (gated, with
+    key_value_width columns of keys and as many of values) a Llama's. What the norms make for themselves is left out.
+
+    stream, compute: bytes of an element of the residual stream and of the operands of matrix products. With 2 and 2,
+    dropout and scores that are not fused these are the 10 and the 24 + 5 a s / h of arXiv 2205.05198, section 4.
+    """
+    tokens = B * T
+    whole = 2 * stream * tokens * D  # inputs of the two norms
+    whole += 2 * compute * tokens * D  # what comes out of them: inputs of q, k, v and of gate and up
+    whole += 2 * tokens * D if dropout else 0  # masks, one byte an element
+    shared = compute * tokens * 2 * (D + (D if key_value_width is None else key_value_width))  # q, k, v, their mixture
+    shared += compute * tokens * (4 if gated else 2) * F  # before and after GELU; gate, SiLU of it, up, the product
+    if fused:
+        shared += stream * tokens * H  # the log-sum-exp of each row of scores
+    else:  # softmax, its dropout's mask, and what comes out of it
+        shared += B * H * T * T * (compute + (1 + compute if dropout else 0))
+    return whole, shared
 
 
 def input_bytes(spec: LayerSpec, model: ModelConfig, micro_batch: int, sequence: int, precision: str) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
-from models import gpt, mlp
+from models import gpt, llama, mlp
 from models.describe import describe
 
-_MAKE_LAYER = {"gpt": gpt.make_layer, "mlp": mlp.make_layer}
+_MAKE_LAYER = {"gpt": gpt.make_layer, "llama": llama.make_layer, "mlp": mlp.make_layer}
 _PIECE = 1 << 22  # elements drawn at a time: the extra memory when the weight itself cannot be drawn in place
 
 
@@ -49,10 +49,10 @@ def build(
 def initialise(parameter: Tensor, name: str, model: ModelConfig, seed: int) -> None:
     """Fills `parameter` in place with the initial weight of `name` (a tied copy: its owner's name).
 
-    GPT-2: normal of model.initializer_std, divided by sqrt(2 x blocks) for what is added to the residual stream
-    (Radford et al. 2019, section 2.3); an mlp's blocks: sqrt(2 / D), which keeps the variance through ReLU (He et al.
-    2015). Norms 1, biases 0. Drawn on the CPU in float32 from a generator of the name's own, then cast: the same values
-    for every dtype and device.
+    GPT-2, and llama likewise: normal of model.initializer_std, divided by sqrt(2 x blocks) for what is added to the
+    residual stream (Radford et al. 2019, section 2.3); an mlp's blocks: sqrt(2 / D), which keeps the variance through
+    ReLU (He et al. 2015). Norms 1, biases 0. Drawn on the CPU in float32 from a generator of the name's own, then cast:
+    the same values for every dtype and device.
     """
     if parameter.dim() == 1:
         parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)

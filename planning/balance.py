@@ -168,7 +168,8 @@ def _traffic_bytes(spec: LayerSpec, config: RootConfig) -> float:
     weights = element * sum(map(prod, spec.parameters.values()))
     if spec.kind == "embedding":  # its gradient is dense: cleared, added to, and added to the sum
         return 4 * weights + 6 * element * tokens * model.hidden
-    kept = activation_bytes(spec, model, micro_batch(config), train.sequence, train.precision, False)
+    fused = config.hardware.device != "cpu"
+    kept = activation_bytes(spec, model, micro_batch(config), train.sequence, train.precision, False, fused)
     traffic = 3 * weights + 3 * kept
     if spec.kind == "head":  # the loss: log-probabilities and two gradients, each written and read
         traffic += 8 * max(4, DTYPE_BYTES[train.precision]) * tokens * model.vocabulary

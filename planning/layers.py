@@ -1,6 +1,7 @@
 """What one layer costs one rank for one micro-batch: forward, backward for the input, for the weights. No torch.
 
-Shape letters: B micro-batch size, T sequence, D hidden, F inner width, H heads, V vocabulary, t tensor ranks.
+Shape letters: B micro-batch size, T sequence, D hidden, F inner width, H heads, K columns of all keys (and as many of
+values), V vocabulary, t tensor ranks.
 Each layer is a list of matrix products, element-wise passes (bytes read and written) and messages among tensor ranks.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from conf.schema import RootConfig
-from models.describe import DTYPE_BYTES, LayerSpec, feedforward_width
+from models.describe import DTYPE_BYTES, LayerSpec, feedforward_width, key_value_width
 from planning.links import Group
 from planning.memory import micro_batch
 from planning.rates import Rates
@@ -89,8 +90,8 @@ def layer_cost(spec: LayerSpec, config: RootConfig, stack: Stack, device: Rates,
     """The layer's seconds on one rank for one micro-batch. config: resolved."""
     shape = _Shape.of(config, stack)
     makers = {"embedding": _embedding, "block": _block, "norm": _norm, "head": _head}
-    if config.model.family == "mlp":
-        makers["block"] = _mlp_block
+    if config.model.family != "gpt":
+        makers["block"] = {"llama": _llama_block, "mlp": _mlp_block}[config.model.family]
     ops = list(makers[spec.kind](shape))
     if stack.weight_copies and shape.compute < 4:
         ops.append(_weight_copies(spec, shape))
@@ -98,7 +99,7 @@ def layer_cost(spec: LayerSpec, config: RootConfig, stack: Stack, device: Rates,
         ops.append(Pass(0, 0, 3 * stack.gradient_bytes * _matrix_elements(spec) / shape.t))
     if spec.kind == "embedding" and stack.name == "torch":  # its gradient is dense: cleared, filled, added to the sum
         ops.append(Pass(0, 0, 4 * DTYPE_BYTES["float32"] * _matrix_elements(spec) / shape.t))
-    core = list(_attention(shape)) if spec.kind == "block" and config.model.family == "gpt" else []
+    core = list(_attention(shape)) if spec.kind == "block" and config.model.family != "mlp" else []
     whole = _seconds(ops, stack, device, tensor)
     return LayerCost(*whole, attention=_seconds(core, stack, device, tensor)[0])
 
@@ -112,6 +113,7 @@ class _Shape:
     D: int
     F: int
     H: int
+    K: int
     V: int
     t: int
     compute: int  # bytes of an element in matrix products
@@ -134,6 +136,7 @@ class _Shape:
             D=model.hidden,
             F=feedforward_width(model),
             H=model.heads,
+            K=key_value_width(model),
             V=model.vocabulary,
             t=t,
             compute=compute,
@@ -154,6 +157,27 @@ def _block(s: _Shape) -> Iterator[Op]:
     yield from _norm(s)
     yield Matmul(n, s.D, s.F / t)
     yield Pass(2 * n * s.F / t * s.compute, 3 * n * s.F / t * s.compute)  # GELU
+    yield Matmul(n, s.F / t, s.D)
+    yield from _residual(s)
+    for _ in range(2):  # after attention and feed-forward; in the backward, before them
+        yield Message(n * s.D * s.compute, n * s.D * s.compute)
+
+
+def _llama_block(s: _Shape) -> Iterator[Op]:
+    n, t = s.tokens, s.t
+    yield from _norm(s)
+    yield Matmul(n, s.D, s.D / t)
+    yield Matmul(n, s.D, s.K / t)
+    yield Matmul(n, s.D, s.K / t)
+    rotated = n * (s.D + s.K) / t * s.compute
+    yield Pass(2 * rotated, 2 * rotated)  # queries and keys by their positions
+    yield from _attention(s)
+    yield Matmul(n, s.D / t, s.D)
+    yield from _residual(s)
+    yield from _norm(s)
+    yield Matmul(n, s.D, s.F / t)
+    yield Matmul(n, s.D, s.F / t)
+    yield Pass(3 * n * s.F / t * s.compute, 5 * n * s.F / t * s.compute)  # SiLU of the gate, times the other
     yield Matmul(n, s.F / t, s.D)
     yield from _residual(s)
     for _ in range(2):  # after attention and feed-forward; in the backward, before them

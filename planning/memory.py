@@ -123,6 +123,7 @@ def _recomputed_units(parallel: ParallelConfig, layers: list[LayerSpec]) -> list
         if index is not None:
             if previous is not None and index == previous + 1 and len(units[-1]) < parallel.checkpoint_interval:
                 units[-1].append(layer)
+        fused_norm=config.hardware.device != "cpu",
             else:
                 units.append([layer])
         previous = index

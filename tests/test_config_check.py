@@ -49,7 +49,7 @@ REFUSED = [
     (["parallel.checkpoint=sometimes"], ["sometimes", "never, except_last, always"]),
     (["parallel.checkpoint_interval=0"], ["parallel.checkpoint_interval=0"]),
     (["model.heads=3"], ["model.hidden=128", "model.heads=3", "2"]),
-    (["model.family=rnn"], ["rnn", "gpt, mlp"]),
+    (["model.family=rnn"], ["rnn", "gpt, llama, mlp"]),
     (["model.dropout=1.0"], ["model.dropout=1.0", "less than 1"]),
     (["model.dropout=-0.1"], ["model.dropout=-0.1"]),
     (["model.blocks=0"], ["model.blocks=0"]),

@@ -37,11 +37,12 @@ GPT2 = [(768, 12, 124_439_808), (1024, 24, 354_823_168), (1280, 36, 774_030_080)
         make_model(),
         make_model(feedforward=100, heads=1),
         make_model(blocks=0),
+        make_model("llama", key_value_heads=2),
         make_model("mlp"),
         make_model("mlp", blocks=1),
         make_model(blocks=96, hidden=12288, heads=96, positions=2048, vocabulary=50257),
     ],
-    ids=["gpt", "gpt_narrow", "gpt_no_blocks", "mlp", "mlp_one_block", "gpt3_175b"],
+    ids=["gpt", "gpt_narrow", "gpt_no_blocks", "llama", "mlp", "mlp_one_block", "gpt3_175b"],
 )
 def test_every_name_and_shape_equals_the_built_module(model, tied):
     model.tied = tied
@@ -58,6 +59,20 @@ def test_every_name_and_shape_equals_the_built_module(model, tied):
 def test_published_gpt2_sizes(hidden, blocks, published):
     specs = describe(make_model(hidden=hidden, blocks=blocks, heads=hidden // 64, positions=1024, vocabulary=50257))
     assert num_parameters(specs) == published
+
+
+# hidden, blocks, heads, inner width, parameters of the published models (8 heads of keys and values, 128,256 tokens)
+LLAMA3 = [
+    (4096, 32, 32, 14336, 8_030_261_248),
+    (8192, 80, 64, 28672, 70_553_706_496),
+    (16384, 126, 128, 53248, 405_853_388_800),
+]
+
+
+@pytest.mark.parametrize("hidden, blocks, heads, feedforward, published", LLAMA3)
+def test_published_llama3_sizes(hidden, blocks, heads, feedforward, published):
+    sizes = dict(hidden=hidden, blocks=blocks, heads=heads, feedforward=feedforward, key_value_heads=8, tied=False)
+    assert num_parameters(describe(make_model("llama", positions=8192, vocabulary=128_256, **sizes))) == published
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -78,7 +93,7 @@ def test_padded_vocabulary_rows_are_counted():
 def test_unresolved_or_unknown_is_refused():
     with pytest.raises(ValueError, match="vocabulary"):
         describe(make_model(vocabulary=None))
-    with pytest.raises(ValueError, match="resnet.*gpt, mlp"):
+    with pytest.raises(ValueError, match="resnet.*gpt, llama, mlp"):
         describe(make_model("resnet"))
 
 
@@ -88,7 +103,16 @@ def test_needs_no_torch():
 
 
 @pytest.mark.parametrize("T", [48, 17])
-@pytest.mark.parametrize("model", [make_model(), make_model(feedforward=100), make_model("mlp")])
+@pytest.mark.parametrize(
+    "model",
+    [
+        make_model(),
+        make_model(feedforward=100),
+        make_model("llama", key_value_heads=2),
+        make_model("llama", feedforward=100, heads=2),
+        make_model("mlp"),
+    ],
+)
 def test_forward_flops_equal_torchs_counter(model, T):
     B = 3
     x = torch.zeros(B, T, dtype=torch.int64, device="meta")
@@ -106,7 +130,17 @@ def test_model_flops_per_token_in_closed_form():
 
 
 def saved_bytes(module, x, key, precision) -> tuple[torch.Tensor, int]:
-    """The layer's output, and the bytes of all storages that autograd keeps but parameters and the output's."""
+    """The layer's output, and the bytes of all storages that autograd keeps but parameters, the output's, and those
+    that another micro-batch's forward keeps too (the table of rotary positions)."""
+    _, others = kept_storages(module, x.clone(), None if key is None else key.clone(), precision)
+    y, storages = kept_storages(module, x, key, precision)
+    for outside in [*module.parameters(), y]:
+        storages.pop(outside.untyped_storage().data_ptr(), None)
+    return y, sum(storage.nbytes() for address, storage in storages.items() if address not in others)
+
+
+def kept_storages(module, x, key, precision) -> tuple[torch.Tensor, dict]:
+    """The layer's output, and every storage that autograd keeps, by address."""
     kept = []
 
     def pack(tensor):
@@ -116,25 +150,22 @@ def saved_bytes(module, x, key, precision) -> tuple[torch.Tensor, int]:
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         y = module(x, key)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    for outside in [*module.parameters(), y]:
-        storages.pop(outside.untyped_storage().data_ptr(), None)
-    return y, sum(storages.values())
+    return y, {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("family", ["gpt", "mlp"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "mlp"])
 def test_activation_bytes_equal_what_autograd_keeps(family, dropout, precision):
     B, T = 4, 40
-    model = make_model(family, dropout=dropout)
+    model = make_model(family, dropout=dropout, key_value_heads=2)
     key = models.sample_keys(0, 0, torch.arange(B))
     dtype = torch.float64 if precision == "float64" else torch.float32
     x = torch.randint(model.vocabulary, (B, T))
     for spec, (name, module) in zip(describe(model), models.build(model, seed=0, dtype=dtype), strict=True):
         assert x.numel() * x.element_size() == input_bytes(spec, model, B, T, precision), name
         x, measured = saved_bytes(module, x, key, precision)
-        predicted = activation_bytes(spec, model, B, T, precision, checkpointed=False)
+        predicted = activation_bytes(spec, model, B, T, precision, checkpointed=False, fused_norm=False)
         assert measured == pytest.approx(predicted, rel=1e-12), name
         x = x.detach().requires_grad_()
 

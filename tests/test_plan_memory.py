@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from composing import resolved
 
-from models.describe import activation_bytes, describe, num_parameters
+from models.describe import activation_bytes, block_parts, describe, num_parameters
 from pipeline.schedule import held_microbatches, make_schedule
-from planning.activations import block_parts, rank_activation_bytes, tensor_elements
+from planning.activations import rank_activation_bytes, tensor_elements
 from planning.balance import resolved_balance
 from planning.memory import rank_memory
 from planning.predict import ranks_memory
