@@ -49,14 +49,15 @@ def _column_words(num_words: int, device: torch.device) -> Tensor:
     return _mix(words).to(torch.int32)
 
 
-def keep_mask(key: Tensor, layer: int, site: int, T: int, D: int, dropped: int) -> Tensor:
+def keep_mask(key: Tensor, layer: int, site: int, T: int, D: int, dropped: int, first: int = 0) -> Tensor:
     """Which elements stay: [B] int64 keys -> [B, T, D] bool, each element False with probability dropped / 65536.
+    `first`: the sequence's position that row 0 is.
 
     A row (sample, layer, site, t) has 64 hashed bits and a pair of columns has 32; two rounds of multiply and fold join
     them into a 32-bit word, whose halves decide two neighbouring columns: half the arithmetic of a word for each.
     """
     place = _mix(key + _signed((2 * layer + site + 1) * _MULTIPLIER_1, 64))
-    positions = torch.arange(T, dtype=torch.int64, device=key.device) * _INCREMENT
+    positions = torch.arange(first, first + T, dtype=torch.int64, device=key.device) * _INCREMENT
     row = _mix(place[:, None] + positions)[:, :, None]  # [B, T, 1]
     word = row.to(torch.int32) ^ _column_words((D + 1) // 2, key.device)  # [B, T, W]
     word *= _MULTIPLIER_32
@@ -78,12 +79,13 @@ class Dropout(nn.Module):
             raise ValueError(f"dropout={probability} must be at least 0 and less than 1")
         self.dropped = min(round(probability * 65536), 65535)
         self.layer, self.site = layer, site
+        self.part = 0  # under sequence parallelism: which part of the sequence x is, of parts as long as x
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
         """[B, T, D], [B] int64 -> [B, T, D]."""
         if key is None or self.dropped == 0:
             return x
-        keep = keep_mask(key, self.layer, self.site, x.shape[1], x.shape[2], self.dropped)
+        keep = keep_mask(key, self.layer, self.site, x.shape[1], x.shape[2], self.dropped, self.part * x.shape[1])
         # a bool mask: autograd keeps one byte an element; in place: fresh pages cost more than the product itself
         return (x * keep).mul_(65536 / (65536 - self.dropped))
 

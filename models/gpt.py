@@ -14,30 +14,46 @@ from models.dropout import Dropout
 from models.layers import Head, Norm
 
 
+class Positions(nn.Embedding):
+    """The position table: rows first .. first + T - 1, [T, D]."""
+
+    def forward(self, first: int, T: int) -> Tensor:
+        return self.weight[first : first + T]
+
+
 class Embedding(nn.Module):
-    """Token plus position: ids [B, T] int64 -> [B, T, D]; T at most model.positions."""
+    """Token plus position: ids [B, T] int64 -> [B, T, D]; T at most model.positions.
+
+    Under sequence parallelism `token` gives this rank's part of the sequence, [B, T / t, D], and so does the layer.
+    """
 
     def __init__(self, model: ModelConfig):
         super().__init__()
         self.token = nn.Embedding(model.vocabulary, model.hidden)
-        self.position = nn.Embedding(model.positions, model.hidden)
+        self.position = Positions(model.positions, model.hidden)
         self.dropout = Dropout(model.dropout, layer=0, site=0)
 
     def forward(self, ids: Tensor, key: Tensor | None = None) -> Tensor:
-        return self.dropout(self.token(ids) + self.position.weight[: ids.shape[1]], key)
+        x = self.token(ids)
+        return self.dropout(x + self.position(self.dropout.part * x.shape[1], x.shape[1]), key)
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [B, T, D] -> [B, T, D]."""
+    """Causal self-attention, [B, T, D] -> [B, T, D].
+
+    The rows of `qkv` are ordered head by head, each head's query, key and value together, so that a tensor-parallel
+    rank's contiguous part of them is whole heads (as Megatron-LM does, arXiv 1909.08053).
+    """
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.heads = model.heads
+        self.head_width = model.hidden // model.heads
         self.qkv = nn.Linear(model.hidden, 3 * model.hidden)
         self.projection = nn.Linear(model.hidden, model.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2)  # [B, H, T, 3, D / H]
+        q, k, v = heads.unbind(3)
         mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)  # each [B, H, T, D / H]
         return self.projection(mixed.transpose(1, 2).flatten(2))
 

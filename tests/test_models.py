@@ -80,8 +80,9 @@ def reference_logits(layers: nn.ModuleDict, model: ModelConfig, ids, key=None, p
         ]
         for theirs, ours in pairs:
             theirs.load_state_dict(ours.state_dict())
-        layer.self_attn.in_proj_weight.data.copy_(block.attention.qkv.weight)
-        layer.self_attn.in_proj_bias.data.copy_(block.attention.qkv.bias)
+        for name in ("weight", "bias"):  # ours: head by head; torch's: all queries, all keys, all values
+            rows = getattr(block.attention.qkv, name).unflatten(0, (model.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+            getattr(layer.self_attn, f"in_proj_{name}").data.copy_(rows)
         x = layer(x, src_mask=causal, is_causal=True)
     x = fn.layer_norm(x, (model.hidden,), layers["norm"].weight, layers["norm"].bias)
     return x @ layers["head"].weight.T
