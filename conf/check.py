@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 
 from conf.device import find_device
+from conf.emulation import check_emulation
 from conf.schema import DataConfig, ModelConfig, ParallelConfig, RootConfig
 
 ENGINES = ("single", "torch", "fairscale")
@@ -18,7 +19,7 @@ KNOWN = {
     "parallel.engine": ENGINES,
     "parallel.checkpoint": ("never", "except_last", "always", "selective"),
     "parallel.shard": ("none", "optimizer", "gradients", "full"),
-    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.name": ("adamw", "sgd", "adafactor", "muon"),
     "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
     "hardware.device": ("auto", "cpu", "cuda"),
     "data.source": ("python_source", "text", "synthetic"),
@@ -35,19 +36,22 @@ AT_LEAST_ONE = (
     "train.validate_sequences train.log_every train.keep_checkpoints hardware.checkpoint_every fault.step"
 ).split()
 NOT_NEGATIVE = (
-    "optimizer.weight_decay optimizer.warmup_steps hardware.price_usd_per_hour hardware.warmup_steps "
+    "optimizer.weight_decay optimizer.beta2_decay optimizer.warmup_steps "
+    "hardware.price_usd_per_hour hardware.warmup_steps "
     "hardware.matmul_half_size hardware.kernel_latency_s hardware.link_latency_s hardware.network_latency_s "
     "hardware.max_minutes data.synthetic_seed train.seed train.max_minutes train.validate_every "
-    "train.checkpoint_every train.max_restarts fault.rank fault.seconds"
+    "train.checkpoint_every train.max_restarts fault.rank fault.seconds "
+    "emulate.slow_rank emulate.slow_link emulate.slow_host emulate.slow_host_s"
 ).split()
 POSITIVE = (
     "model.initializer_std model.norm_eps model.rope_theta "
     "parallel.memory_cap_bytes optimizer.learning_rate optimizer.eps optimizer.clip_norm "
     "hardware.peak_flops_float32 hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s "
-    "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s"
+    "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s "
+    "emulate.time_scale emulate.slow_factor emulate.slow_link_factor"
 ).split()
 EFFICIENCIES = [f"hardware.{part}_efficiency" for part in ("matmul", "memory", "link", "network")]
-BELOW_ONE = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.momentum".split()  # [0, 1)
+BELOW_ONE = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.momentum emulate.jitter".split()  # [0, 1)
 
 
 def check_values(config: RootConfig) -> None:
@@ -93,7 +97,8 @@ def check(config: RootConfig, *, here: bool = True) -> list[str]:
     _check_layout(config)
     _check_run(config)
     _check_ranks(config)
-    if here:
+    check_emulation(config, here=here)
+    if here and not config.emulate.enabled:
         _check_implemented(config.parallel)
         _check_device(config)
     return list(_warnings(config))
@@ -137,9 +142,9 @@ def _check_model(config: RootConfig) -> None:
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "
             f"set model.heads to {_nearest_divisor(model.hidden, model.heads)}"
         )
-    if train.sequence > model.positions:
     if model.family == "llama":
         _check_llama(model)
+    if train.sequence > model.positions:
         raise ValueError(
             f"train.sequence={train.sequence} is longer than model.positions={model.positions}: "
             f"set train.sequence to at most {model.positions} or raise model.positions"
@@ -152,7 +157,6 @@ def _check_model(config: RootConfig) -> None:
         )
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
 def _check_llama(model: ModelConfig) -> None:
     width = model.hidden // model.heads
     if width % 2:
@@ -167,6 +171,7 @@ def _check_llama(model: ModelConfig) -> None:
         )
 
 
+def _nearest_divisor(number: int, wanted: int) -> int:
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
 
@@ -319,7 +324,7 @@ def _check_run(config: RootConfig) -> None:
             f"{train.accumulate} x parallel.chunks={parallel.chunks} = {unit}: set train.global_batch to {near}"
         )
     if optimizer.learning_rate is None:
-        raise ValueError(f"optimizer.learning_rate is null, which only adamw can fill; give {optimizer.name} a value")
+        raise ValueError(f"optimizer.learning_rate is null, and only a value will do for optimizer={optimizer.name}")
     if optimizer.warmup_steps > train.steps:
         raise ValueError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={train.steps}: "

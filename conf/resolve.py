@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from conf.check import check_values, tokenizer_vocabulary
 from conf.device import Device, find_device, memory_bytes, num_cores
-from conf.schema import HardwareConfig, ModelConfig, RootConfig
+from conf.schema import HardwareConfig, ModelConfig, RootConfig, TrainConfig
 
 # A run on processors: what a small model gets in full, and a larger one in part.
 CPU_STEPS = 240  # the main job in under two minutes on two cores
@@ -29,6 +29,8 @@ SHORT_RUN_WARMUP = 10  # steps
 # Without a warm-up gpt_1b went from 6.1 to 17.9 nats a token in one step at 3.4e-4, to 16.7 at 3.4e-5, to 8.9 at 4e-6.
 # The first step's rate is therefore held to this over (width x inner width x blocks): a logit moves by about 1.
 FIRST_STEP = 100
+ADAFACTOR_RATE = 0.01  # of a parameter's root mean square: the paper's (arXiv 1804.04235, section 8), and torch's
+EMULATED_STEPS = 5
 # A run on accelerators.
 ACCELERATOR_STEPS = 100_000
 ACCELERATOR_SEQUENCE = 2048  # tokens
@@ -86,6 +88,8 @@ def resolve(config: RootConfig, *, device: str | None = None) -> RootConfig:
     train.precision = train.precision or config.hardware.precision or "float32"
     if train.max_minutes is None:
         train.max_minutes = float(config.hardware.max_minutes or 0)
+    if config.emulate.enabled:
+        _resolve_emulation(train)
     if config.hardware.device == "cpu":
         _resolve_cpu_run(config)
     else:
@@ -93,6 +97,13 @@ def resolve(config: RootConfig, *, device: str | None = None) -> RootConfig:
     _resolve_intervals(config)
     _resolve_optimizer(config)
     return config
+
+
+def _resolve_emulation(train: TrainConfig) -> None:
+    """Every step is like the others, and there is nothing to validate or to save."""
+    if train.steps is None and train.tokens is None:
+        train.steps = EMULATED_STEPS
+    train.validate_every = train.checkpoint_every = 0
 
 
 def padded_vocabulary(model: ModelConfig) -> int:
@@ -140,9 +151,9 @@ def hardware_file(name: str) -> dict:
 
 
 def _resolve_model(config: RootConfig) -> None:
-    model = config.model
     from models.describe import feedforward_width
 
+    model = config.model
     model.feedforward = feedforward_width(model)
     model.key_value_heads = model.key_value_heads or model.heads
     model.vocabulary = model.vocabulary or tokenizer_vocabulary(config.data)
@@ -236,15 +247,20 @@ def _resolve_optimizer(config: RootConfig) -> None:
         wanted = config.hardware.warmup_steps
         most = config.train.steps // WARMUP_PART
         optimizer.warmup_steps = most if wanted is None else min(wanted, most)
-    if optimizer.learning_rate is None and optimizer.name == "adamw":
-        from models.describe import describe, num_parameters
+    if optimizer.learning_rate is not None or optimizer.name == "sgd":
+        return
+    from models.describe import describe, num_parameters
 
-        rate = adam_learning_rate(num_parameters(describe(config.model)))
-        if config.hardware.device == "cpu" and optimizer.warmup_steps >= SHORT_RUN_WARMUP:
-            rate *= SHORT_RUN_RATE
-        first_step = FIRST_STEP / (config.model.hidden * config.model.feedforward * config.model.blocks)
-        rate = min(rate, first_step * max(1, optimizer.warmup_steps))
-        optimizer.learning_rate = float(f"{rate:.1e}")
+    model = config.model
+    first_step = FIRST_STEP / (model.hidden * model.feedforward * model.blocks) * max(1, optimizer.warmup_steps)
+    if optimizer.name == "adafactor":
+        rate = ADAFACTOR_RATE
+        first_step /= model.initializer_std  # its rate is relative to the weights, which start at this
+    else:
+        rate = adam_learning_rate(num_parameters(describe(model)))
+    if config.hardware.device == "cpu" and optimizer.warmup_steps >= SHORT_RUN_WARMUP:
+        rate *= SHORT_RUN_RATE
+    optimizer.learning_rate = float(f"{min(rate, first_step):.1e}")
 
 
 def adam_learning_rate(parameters: int) -> float:

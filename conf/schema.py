@@ -156,6 +156,22 @@ class FaultConfig:
 
 
 @dataclass(slots=True)
+class EmulateConfig:
+    """Hardware that is not there: each layer's work is a wait of the planned length, in one process a pipeline rank."""
+
+    enabled: bool = False  # hardware=emulated_a100_80gb and the like switch it on
+    time_scale: float = 1.0  # seconds that a second of the emulated hardware takes here; figures are in its seconds
+    jitter: float = 0.0  # standard deviation of each action's duration, part of it; drawn by train.seed
+    # what is planted, to see it found; times in seconds of the emulated hardware
+    slow_rank: Optional[int] = None  # this pipeline rank's actions take slow_factor times as long
+    slow_factor: float = 2.0
+    slow_link: Optional[int] = None  # messages from this pipeline rank to the next and back take slow_link_factor longer
+    slow_link_factor: float = 10.0
+    slow_host: Optional[int] = None  # this pipeline rank's host takes slow_host_s before each action
+    slow_host_s: float = 0.01
+
+
+@dataclass(slots=True)
 class RootConfig:
     """The whole of train.py's configuration."""
 
@@ -167,6 +183,7 @@ class RootConfig:
     data: DataConfig = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    emulate: EmulateConfig = field(default_factory=EmulateConfig)
     # a run folder to go on from, with what is typed on top; auto = the newest under `name`, or a fresh start
     resume: Optional[str] = None
     preflight: bool = True  # refuse to start when the machine's memory cannot hold the run

@@ -1,0 +1,210 @@
+"""TorchEngine on hardware that is not there: every action is a wait of the planned length, every message a few bytes.
+
+    accelerator   of each rank: one action at a time, each from when it is free and the input is there, for its duration
+    message       the time at which it was put on its link; it has arrived that time + transfer + latency later
+    host          what Python and gloo do between two actions is this machine's, not the emulated one's, whose planned
+                  durations have their own host time in them: up to CREDIT_S of it is not counted. What is more is, and
+                  `lateness_s` tells
+
+Clocks are `time.perf_counter`, which all processes of a machine share: an emulated run stays on one machine. No
+parameters, no autograd. It fills and reads the caches and receive buffers of torch's stage (2.13), which are private;
+tests/test_emulate.py fails when a new torch changes them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from pipeline.action import Action, Schedule
+from pipeline.engines.base import Batch, Stage
+from pipeline.engines.torch_engine import TorchEngine
+from pipeline.engines.torch_runtime import RunnableStage
+
+CREDIT_S = 0.01  # an action counts as begun at most this much before this machine came to it
+LEAST_JITTERED = 0.1  # part of its duration that an action takes at least
+
+
+@dataclass
+class Hardware:
+    """What is emulated; seconds of this machine's clock.
+
+    duration: of an action on its own rank, without jitter. transfer, latency: of a message, by (from rank, to rank):
+    how long it takes its link, and how much later it arrives. host: of a rank, before each of its actions.
+    jitter: standard deviation of an action's duration, as part of it; seed: of the jitter.
+    """
+
+    duration: Callable[[Action], float]
+    transfer: Callable[[int, int], float]
+    latency: Callable[[int, int], float]
+    host: Callable[[int], float] = lambda rank: 0.0
+    jitter: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Accelerator:
+    """The one of this rank. All times are moments of `time.perf_counter`."""
+
+    hardware: Hardware
+    rank: int
+    free: float = 0.0  # when it is done with all that it was given
+    ready: float = 0.0  # when the next action's input has arrived
+    step: int = 0
+    lateness_s: float = 0.0  # the longest that this machine came late to the end of an action
+    links: dict[int, float] = field(default_factory=dict)  # to rank -> when the link is free
+
+    def begin(self, step: int) -> None:
+        """Of an optimizer step: now, whatever was before."""
+        self.step, self.free, self.ready = step, time.perf_counter(), 0.0
+        self.links.clear()
+
+    def stamp(self) -> float:
+        """How far it has come: what an event in an accelerator's stream would say. See CREDIT_S."""
+        return max(self.free, self.ready, time.perf_counter() - CREDIT_S)
+
+    def receive(self, sent: float, sender: int) -> None:
+        """Waits until the message that `sender` put on its link at `sent` has arrived."""
+        self.ready = sent
+        if sender != self.rank:
+            self.ready += self.hardware.transfer(sender, self.rank) + self.hardware.latency(sender, self.rank)
+        sleep_until(self.ready)
+
+    def issue(self) -> None:
+        """Waits for the host, which takes its time once input and accelerator are there."""
+        host = self.hardware.host(self.rank)
+        if host:
+            self.ready = max(self.ready, self.free) + host
+            sleep_until(self.ready)
+
+    def compute(self, action: Action) -> None:
+        """Waits as long as the action takes."""
+        self.spend(self._jittered(action), self.ready)
+        self.ready = 0.0
+
+    def spend(self, seconds: float, ready: float = 0.0) -> None:
+        """Waits until `seconds` of work that can begin at `ready` are done."""
+        self.free = max(self.free, ready, time.perf_counter() - CREDIT_S) + seconds
+        sleep_until(self.free)
+        self.lateness_s = max(self.lateness_s, time.perf_counter() - self.free)
+
+    def send(self, receiver: int) -> float:
+        """When the result of the last action is put on the link to another rank: when that is free."""
+        sent = max(self.free, self.links.get(receiver, 0.0))
+        self.links[receiver] = sent + self.hardware.transfer(self.rank, receiver)
+        return sent
+
+    def _jittered(self, action: Action) -> float:
+        seconds, jitter = self.hardware.duration(action), self.hardware.jitter
+        if jitter:  # keyed, so that a run can be repeated
+            factor = random.Random(f"{self.hardware.seed} {self.step} {action}").gauss(1, jitter)
+            seconds *= max(LEAST_JITTERED, factor)
+        return seconds
+
+
+def sleep_until(moment: float) -> None:
+    """Of `time.perf_counter`. Sleeps and does not spin: other ranks need the core."""
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class _Waits(PipelineStage):
+    """What computes in torch's stage, here a wait: stands in for PipelineStage below RunnableStage, which times it."""
+
+    accelerator: Accelerator
+    rank_of: list[int]  # of each model stage
+
+    def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
+        self.accelerator.compute(Action(self.stage_index, "F", fwd_chunk_id))
+        message = self._message(self.stage_index + 1)
+        self.fwd_cache[fwd_chunk_id] = ((message,), [])
+        return message
+
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+        self.accelerator.compute(Action(self.stage_index, "B" if full_backward else "I", bwd_chunk_id))
+        del self.fwd_cache[bwd_chunk_id]
+        self.bwd_cache[bwd_chunk_id] = (self._message(self.stage_index - 1),)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        self.accelerator.compute(Action(self.stage_index, "W", bwd_chunk_id))
+
+    def _message(self, stage: int) -> Tensor:
+        """To the rank of this stage: when it was sent."""
+        sent = self.accelerator.free
+        if 0 <= stage < self.num_stages and self.rank_of[stage] != self.accelerator.rank:
+            sent = self.accelerator.send(self.rank_of[stage])
+        return torch.tensor([sent], dtype=torch.float64)
+
+
+class EmulatedStage(RunnableStage, _Waits):
+    """A stage of which only the waiting is left."""
+
+    def before(self, action: Action) -> None:
+        infos, sender = None, action.stage
+        if action.kind == "F" and not self.is_first:
+            infos, sender = self.args_recv_info, action.stage - 1
+        elif action.kind in "BI" and not self.is_last:
+            infos, sender = self.grad_recv_info, action.stage + 1
+        if infos is not None:
+            self.accelerator.receive(float(infos[action.microbatch][0].buffer), self.rank_of[sender])
+            self._clock.arrived()
+        self.accelerator.issue()
+
+
+class EmulatedEngine(TorchEngine):
+    """The rank's stages as waits.
+
+    Args:
+        schedule: what every rank executes.
+        rank: of the pipeline.
+        group: the pipeline ranks, in order; None = all.
+    """
+
+    def __init__(self, schedule: Schedule, hardware: Hardware, *, rank: int, group=None):
+        self.accelerator = Accelerator(hardware, rank)
+        super().__init__(
+            {stage: Stage([]) for stage, owner in enumerate(schedule.rank_of) if owner == rank},
+            schedule=schedule,
+            boundary=(1, 1),
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+            group=group,
+            microbatch=1,
+            loss=lambda output, target: torch.zeros(()),
+            tied={},
+        )
+        self.clock.stamp = self.accelerator.stamp
+
+    def connect(self) -> None:
+        """One flush that takes no time: ranks get to know each other before the first step is timed."""
+        hardware = self.accelerator.hardware
+        self.accelerator.hardware = Hardware(lambda action: 0.0, lambda sender, receiver: 0.0, lambda s, r: 0.0)
+        self.flush()
+        self.accelerator.hardware, self.accelerator.lateness_s = hardware, 0.0
+
+    def flush(self) -> None:
+        """One flush of the pipeline."""
+        tokens = torch.zeros(self.chunks, 1, dtype=torch.int64)
+        self.step(Batch(tokens if self.needs_inputs else None, tokens if self.needs_targets else None), 0.0)
+
+    def _runnable(self, index: int, chunks: int, microbatch: int, train: bool) -> EmulatedStage:
+        message = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=train)
+        stage = EmulatedStage(
+            self.stages[index],
+            index,
+            self.num_stages,
+            self.device,
+            input_args=message,
+            output_args=message,
+            group=self.group,
+            chunks=chunks,
+            clock=self.clock,
+        )
+        stage.accelerator, stage.rank_of = self.accelerator, self.schedule.rank_of
+        return stage
