@@ -5,11 +5,11 @@ Letters: B micro-batch size, in sequences.
 
 from __future__ import annotations
 
-from math import ceil, inf
+from math import ceil, inf, prod
 from pathlib import Path
 
-from conf.schema import ParallelConfig, RootConfig
-from models.describe import LayerSpec
+from conf.schema import OptimizerConfig, ParallelConfig, RootConfig
+from models.describe import LayerSpec, is_hidden_matrix
 from planning.activations import rank_activation_bytes, tensor_elements
 
 # What a rank's process holds before it builds its model, with torch.distributed up: its proportional share (PSS) was
@@ -38,7 +38,7 @@ def rank_memory(
     train, parallel = config.train, config.parallel
     weight = 8 if train.precision == "float64" else 4  # bfloat16 is autocast: weights and all that follows in float32
     weights = weight * sum(tensor_elements(layer, parallel.tensor) for layer in layers)
-    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    states = weight * optimizer_elements(config.optimizer, layers, parallel.tensor)
     interleave = (parallel.interleave or 1) if parallel.engine == "torch" else 1
     held = held_micro_batches / interleave  # in units of all the rank's layers
     with_head = [count for moment in moments or [] for stage, count in moment if stage[-1].kind == "head"]
@@ -53,6 +53,22 @@ def rank_memory(
     return parts | {"total": sum(parts.values())}
 
 
+def optimizer_elements(optimizer: OptimizerConfig, layers: list[LayerSpec], tensor: int = 1) -> int:
+    """Elements that the optimizer keeps of these layers' parameters on one of `tensor` ranks; step counts aside.
+
+    adamw: two moments. adafactor: the second moment, of a matrix its means over rows and columns (arXiv 1804.04235,
+    section 3). muon: the momentum of a block's matrix, adamw's two moments of all else. These two take whole matrices
+    only (conf/check.py).
+    """
+    every = sum(tensor_elements(layer, tensor) for layer in layers)
+    matrices = {n: s for layer in layers for n, s in layer.parameters.items() if len(s) == 2}
+    if optimizer.name == "adafactor":
+        return every - sum(rows * columns - (rows + columns) for rows, columns in matrices.values())
+    if optimizer.name == "muon":
+        return 2 * every - sum(prod(shape) for name, shape in matrices.items() if is_hidden_matrix(name, shape))
+    return every * {"adamw": 2, "sgd": 1 if optimizer.momentum else 0}[optimizer.name]
+
+
 def _sharded(parallel: ParallelConfig, weights: int, states: int, largest: int) -> dict[str, int]:
     """Weights, gradients and optimizer state when data ranks share them (arXiv 1910.02054).
 
@@ -64,7 +80,7 @@ def _sharded(parallel: ParallelConfig, weights: int, states: int, largest: int) 
     return {
         "weights": min(weights, ceil(weights / d) + 2 * largest) if shard == "full" else weights,
         "gradients": ceil(weights / d) if gradients_shared else weights,
-        "optimizer": states * (weights if shard == "none" else ceil(weights / d)),
+        "optimizer": states if shard == "none" else ceil(states / d),
     }
 
 
@@ -107,6 +123,7 @@ def _layer_bytes(config: RootConfig, layer: LayerSpec, checkpointed: bool = Fals
         checkpointed,
         parallel.tensor,
         parallel.sequence_parallel,
+        fused_norm=config.hardware.device != "cpu",
     )
 
 
@@ -123,7 +140,6 @@ def _recomputed_units(parallel: ParallelConfig, layers: list[LayerSpec]) -> list
         if index is not None:
             if previous is not None and index == previous + 1 and len(units[-1]) < parallel.checkpoint_interval:
                 units[-1].append(layer)
-        fused_norm=config.hardware.device != "cpu",
             else:
                 units.append([layer])
         previous = index

@@ -75,7 +75,7 @@ REFUSED = [
     (["hardware.device=tpu"], ["tpu", "auto, cpu, cuda"]),
     (["hardware=h100"], ["hardware=h100", "hardware=auto"]),
     (["hardware.device=cuda"], ["accelerator", "hardware=auto"]),
-    (["optimizer.name=lion"], ["lion", "adamw, sgd"]),
+    (["optimizer.name=lion"], ["lion", "adamw, sgd, adafactor, muon"]),
     (["optimizer.schedule=step"], ["step", "cosine, linear, constant, wsd"]),
     (["optimizer.learning_rate=0"], ["optimizer.learning_rate=0", "more than 0"]),
     (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),

@@ -24,6 +24,7 @@ SHAPES = {
     "head.weight": (1000, 257),
 }
 TIED = {"head.weight": "embedding.token.weight"}
+DECAYED = {"block.0.mlp.weight", "block.1.mlp.weight", "head.weight"}  # not norms, biases and embeddings
 
 
 def _parameters(dtype=torch.float32, scale=1.0) -> dict[str, nn.Parameter]:
@@ -83,12 +84,78 @@ def test_steps_equal_a_float64_reference(name, dtype, tolerance):
             history[n].append(p.grad.double().numpy().copy())
         optimizer.step()
     for n, p in parameters.items():
-        decay = 0.5 if len(SHAPES[n]) == 2 else 0.0  # norms and biases are not decayed
+        decay = 0.5 if n in DECAYED else 0.0
         if name == "adamw":
             expected = _adamw(before[n], history[n], rates, 0.8, 0.9, 1e-3, decay)
         else:
             expected = _sgd(before[n], history[n], rates, 0.7, decay)
         assert np.abs(p.detach().double().numpy() - expected).max() < tolerance * np.abs(expected).max(), n
+
+
+def _adafactor(p, gradients, rates, decay):
+    """Shazeer and Stern, Adafactor (2018), algorithms 4 and 5 with their constants, without momentum, in float64."""
+    rows, columns, whole = np.zeros((p.shape[0], 1)), np.zeros((1, p.shape[-1])), np.zeros_like(p)
+    for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        beta2 = 1 - t**-0.8
+        scale = max(1e-3, np.sqrt(np.mean(p**2))) * min(rate, 1 / np.sqrt(t))
+        p = p - rate * decay * p  # decoupled, as torch's; the paper has none
+        if p.ndim == 2:
+            rows = beta2 * rows + (1 - beta2) * np.mean(g**2, 1, keepdims=True)
+            columns = beta2 * columns + (1 - beta2) * np.mean(g**2, 0, keepdims=True)
+            v = rows * columns / rows.mean()
+        else:
+            v = whole = beta2 * whole + (1 - beta2) * g**2
+        update = np.divide(g, np.sqrt(v), out=np.zeros_like(g), where=v > 0)
+        p = p - scale * update / max(1, np.sqrt(np.mean(update**2)))
+    return p
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_adafactor_equals_a_float64_reference(dtype, tolerance):
+    rates = [0.1, 0.9, 0.2, 0.05]  # 0.9 is more than 1 / sqrt(2)
+    config = _config(name="adafactor", eps=1e-16, weight_decay=0.5)
+    parameters = _parameters(dtype, scale=1e-5)  # far below float32's own epsilon in their squares
+    parameters["block.0.mlp.bias"].data.zero_()
+    parameters["embedding.token.weight"].grad[3] = 0  # a token that is in no batch
+    before = {n: p.detach().double().numpy().copy() for n, p in parameters.items()}
+    optimizer = make_optimizer(config, parameters)
+    history = {n: [] for n in parameters}
+    for number, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for n, p in parameters.items():
+            p.grad = (p.grad * (1 - 0.3 * number)).to(dtype)
+            history[n].append(p.grad.double().numpy().copy())
+        optimizer.step()
+    for n, p in parameters.items():
+        expected = _adafactor(before[n], history[n], rates, 0.5 if n in DECAYED else 0.0)
+        assert np.abs(p.detach().double().numpy() - expected).max() < tolerance * np.abs(expected).max(), n
+
+
+def test_muon_makes_momentum_orthogonal_and_leaves_the_rest_to_adamw():
+    """By singular values in float64: those of a step are all about 0.2 x rate x sqrt(larger side), which gives a full
+    matrix AdamW's root mean square (arXiv 2502.16982, section 2.2). Newton-Schulz's five steps end within 0.68 to 1.13
+    of one (https://kellerjordan.github.io/posts/muon/)."""
+    config = _config(name="muon", momentum=0.8, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5)
+    parameters = _parameters()
+    before = {n: p.detach().double().numpy().copy() for n, p in parameters.items()}
+    gradients = {n: p.grad.double().numpy().copy() for n, p in parameters.items()}
+    optimizer = make_optimizer(config, parameters)
+    optimizer.step()
+    for n, p in parameters.items():
+        change = p.detach().double().numpy() - before[n]
+        decay = 0.5 if n in DECAYED else 0.0
+        if n not in ("block.0.mlp.weight", "block.1.mlp.weight"):
+            expected = _adamw(before[n], [gradients[n]], [0.1], 0.8, 0.9, 1e-3, decay)
+            assert np.abs(before[n] + change - expected).max() < 2e-6 * np.abs(expected).max(), n
+            continue
+        step = (change + 0.1 * decay * before[n]) / (-0.1 * 0.2 * math.sqrt(300))
+        values = np.linalg.svd(step, compute_uv=False)
+        assert 0.65 < values.min() and values.max() < 1.2, n
+        u, _, v = np.linalg.svd(gradients[n], full_matrices=False)  # the first momentum points along the gradient
+        assert np.sum(step * (u @ v)) / np.linalg.norm(step) / np.linalg.norm(u @ v) > 0.97
+        assert set(optimizer.state[p]) == {"momentum_buffer"}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in parameters.values()}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -112,15 +179,25 @@ def test_every_parameter_is_in_one_group_and_matrices_decay():
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert {id(p) for p in decayed["params"]} == {id(p) for n, p in parameters.items() if decays(n, p)}
     assert len(decayed["params"]) + len(others["params"]) == len(parameters)
-    assert not decays("norm.weight", parameters["norm.weight"])
-    assert decays("head.weight", parameters["head.weight"])
-    # A rank may hold matrices only, or none.
-    make_optimizer(_config(), {"head.weight": parameters["head.weight"]}).step()
-    make_optimizer(_config(name="sgd"), {"norm.weight": parameters["norm.weight"]}).step()
+    assert {n for n, p in parameters.items() if decays(n, p)} == DECAYED
+    # a tied head is the embedding, also on a rank that has no embedding
+    assert not decays("head.weight", parameters["head.weight"], TIED)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("held", ["head.weight", "norm.weight", "block.0.mlp.weight"])
+def test_a_rank_may_hold_one_kind_of_parameter_only(name, held):
+    parameters = {held: _parameters()[held]}
+    before = parameters[held].detach().clone()
+    optimizer = make_optimizer(_config(name=name), parameters)
+    optimizer.step()
+    assert not torch.equal(parameters[held], before)
+    optimizer.zero_grad(set_to_none=True)
+    assert parameters[held].grad is None
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match="optimizer.name=adam .* adamw or sgd"):
+    with pytest.raises(ValueError, match="optimizer.name=adam .* adamw, sgd, adafactor, muon"):
         make_optimizer(_config(name="adam"), _parameters())
     with pytest.raises(ValueError, match="optimizer.schedule=step .* cosine, linear, constant, wsd"):
         learning_rate(_config(schedule="step"), 0, 10)

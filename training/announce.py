@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from conf.device import num_cores
@@ -10,7 +11,7 @@ from models.describe import LayerSpec, describe, num_parameters
 from pipeline.partition import Certificate, num_ranks, split
 from pipeline.schedule import bubble_ideal, make_schedule
 from planning.advice import remedies
-from planning.memory import machine_memory_bytes
+from planning.memory import machine_memory_bytes, optimizer_elements
 from planning.predict import ranks_memory
 from planning.stack import get_stack
 from planning.step import Layout, step_time
@@ -52,10 +53,13 @@ def preflight(config: RootConfig, memory: list[dict]) -> None:
 
 def state_bytes(config: RootConfig) -> int:
     """Bytes of a checkpoint: weights and what the optimizer keeps of each, in the weights' type (build.DTYPES)."""
-    optimizer = config.optimizer
-    tensors = 3 if optimizer.name == "adamw" else 2 if optimizer.momentum else 1
+    layers = describe(config.model)
     width = 8 if config.train.precision == "float64" else 4
-    return num_parameters(describe(config.model)) * tensors * width
+    saved = [
+        replace(layer, parameters={n: s for n, s in layer.parameters.items() if n not in layer.tied})
+        for layer in layers
+    ]
+    return width * (num_parameters(saved) + optimizer_elements(config.optimizer, saved))
 
 
 def check_room(config: RootConfig, run_dir: Path) -> None:

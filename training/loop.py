@@ -57,7 +57,7 @@ class Trainer:
         self.watch = imbalance.Watch(config, self.engine, ranks)
         layers = describe(config.model)
         self.order = canonical_order(layers)
-        self.optimizer = make_optimizer(config.optimizer, self.engine.parameters)
+        self.optimizer = make_optimizer(config.optimizer, self.engine.parameters, self.engine.tied)
         self.batches = Batches(self.corpus, config.train.sequence, config.train.seed)
         self.flush = config.train.global_batch // config.train.accumulate
         self.tokens_per_step = config.train.global_batch * config.train.sequence

@@ -9,33 +9,100 @@ import torch.distributed as dist
 from torch import nn
 
 from conf.schema import OptimizerConfig
+from models.describe import is_hidden_matrix
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 # Rows of this length are summed by one thread each, so that sums do not depend on the number of threads; below 32,768
 # elements torch sums in one thread.
 ROW = 1024
+# Adafactor's rate is relative to a parameter's root mean square, of which it takes at least this, so that zeros move
+# (Shazeer and Stern 2018, arXiv 1804.04235, algorithm 4; torch's default).
+ADAFACTOR_LEAST_SCALE = 1e-3
 
 
-def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter gets weight decay: matrices do, norms and biases (one dimension) do not."""
-    return parameter.ndim >= 2
+def decays(name: str, parameter: torch.Tensor, tied: dict[str, str] | None = None) -> bool:
+    """Whether a parameter gets weight decay: matrices do; norms, biases (one dimension) and embeddings do not. A tied
+    weight is its owner (`tied`: copy -> owner), so a head that is the embedding does not either."""
+    owner = (tied or {}).get(name, name)
+    return parameter.ndim >= 2 and not owner.startswith("embedding.")
 
 
-def make_optimizer(config: OptimizerConfig, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD over named parameters, in two groups: with weight decay and without.
+def make_optimizer(
+    config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str] | None = None
+) -> torch.optim.Optimizer:
+    """torch's own optimizer over named parameters, in groups with weight decay and without (`decays`).
 
-    Fused: one pass over each parameter and no temporaries of the model's size. ValueError for an unknown name.
+    Each treats a parameter by itself, so that no cut changes a weight. AdamW and SGD are fused: one pass over each
+    parameter and no temporaries of the model's size. muon is for the blocks' matrices, which it scales to the root mean
+    square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, section 2.2): one learning rate and weight decay for
+    it and for the AdamW of all other parameters. ValueError for an unknown name.
     """
-    groups = [
-        {"params": [p for n, p in parameters.items() if decays(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in parameters.items() if not decays(n, p)], "weight_decay": 0.0},
+    if config.name not in MAKERS:
+        raise ValueError(f"optimizer.name={config.name} is unknown: use one of {', '.join(MAKERS)}")
+    return MAKERS[config.name](config, parameters, tied or {})
+
+
+def _groups(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]) -> list[dict]:
+    decayed = {name for name, parameter in parameters.items() if decays(name, parameter, tied)}
+    return [
+        {"params": [p for n, p in parameters.items() if n in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in parameters.items() if n not in decayed], "weight_decay": 0.0},
     ]
-    if config.name == "adamw":
-        betas = (config.beta1, config.beta2)
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
-    raise ValueError(f"optimizer.name={config.name} is unknown: use adamw or sgd")
+
+
+def _adamw(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]) -> torch.optim.Optimizer:
+    betas = (config.beta1, config.beta2)
+    groups = _groups(config, parameters, tied)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+
+
+def _sgd(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]) -> torch.optim.Optimizer:
+    groups = _groups(config, parameters, tied)
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+
+
+def _adafactor(
+    config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]
+) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(
+        _groups(config, parameters, tied),
+        lr=config.learning_rate,
+        beta2_decay=-config.beta2_decay,
+        eps=(config.eps, ADAFACTOR_LEAST_SCALE),
+        d=config.update_rms,
+    )
+
+
+def _muon(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]) -> torch.optim.Optimizer:
+    hidden = {name: p for name, p in parameters.items() if is_hidden_matrix(name, p.shape)}
+    others = {name: p for name, p in parameters.items() if name not in hidden}
+    muon = torch.optim.Muon(
+        _groups(config, hidden, tied),
+        lr=config.learning_rate,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Together([muon, _adamw(config, others, tied)])
+
+
+MAKERS = {"adamw": _adamw, "sgd": _sgd, "adafactor": _adafactor, "muon": _muon}
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each with parameters of its own, as one: all their groups, and one state that they share."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            assert not part.state, "parts are new"
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None, "no caller here has one"
+        for part in self.parts:
+            part.step()
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
