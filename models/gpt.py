@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from conf.schema import ModelConfig
 from models.describe import feedforward_width
+from models.documents import attention_mask
 from models.dropout import Dropout
 from models.layers import Head, Norm
 
@@ -33,7 +34,7 @@ class Embedding(nn.Module):
         self.position = Positions(model.positions, model.hidden)
         self.dropout = Dropout(model.dropout, layer=0, site=0)
 
-    def forward(self, ids: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         x = self.token(ids)
         return self.dropout(x + self.position(self.dropout.part * x.shape[1], x.shape[1]), key)
 
@@ -51,10 +52,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(model.hidden, 3 * model.hidden)
         self.projection = nn.Linear(model.hidden, model.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """documents: [B, T] int64, tokens see those of their own document only; None = every token before them."""
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2)  # [B, H, T, 3, D / H]
         q, k, v = heads.unbind(3)
-        mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)  # each [B, H, T, D / H]
+        mask = None if documents is None else attention_mask(documents)
+        mixed = fn.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.projection(mixed.transpose(1, 2).flatten(2))
 
 
@@ -82,8 +85,8 @@ class Block(nn.Module):
         self.feedforward = FeedForward(model)
         self.feedforward_dropout = Dropout(model.dropout, layer, site=1)
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)), key)
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), documents), key)
         return x + self.feedforward_dropout(self.feedforward(self.feedforward_norm(x)), key)
 
 

@@ -14,7 +14,7 @@ from conf.schema import ModelConfig
 class Norm(nn.LayerNorm):
     """The layer `norm`: [B, T, D] -> [B, T, D]."""
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return super().forward(x)
 
 
@@ -24,5 +24,5 @@ class Head(nn.Linear):
     def __init__(self, model: ModelConfig):
         super().__init__(model.hidden, model.vocabulary, bias=False)
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return super().forward(x)

@@ -23,7 +23,7 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(model.vocabulary, model.hidden)
         self.dropout = Dropout(model.dropout, layer=0, site=0)
 
-    def forward(self, ids: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return self.dropout(self.token(ids), key)
 
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(model.hidden, model.hidden)
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return fn.relu(self.linear(x))
 
 
