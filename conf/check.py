@@ -6,13 +6,13 @@ import math
 import os
 from collections.abc import Iterable
 
+from conf.check_data import check_data, check_data_values, tokenizer_vocabulary
 from conf.device import find_device
 from conf.emulation import check_emulation
-from conf.schema import DataConfig, ModelConfig, ParallelConfig, RootConfig
+from conf.schema import ModelConfig, ParallelConfig, RootConfig
 
 ENGINES = ("single", "torch", "fairscale")
 PRECISIONS = ("float32", "bfloat16", "float64")
-TOKENIZERS = {"byte": 256}  # name -> vocabulary
 
 KNOWN = {
     "model.family": ("gpt", "llama", "mlp"),
@@ -22,8 +22,6 @@ KNOWN = {
     "optimizer.name": ("adamw", "sgd", "adafactor", "muon"),
     "optimizer.schedule": ("cosine", "linear", "constant", "wsd"),
     "hardware.device": ("auto", "cpu", "cuda"),
-    "data.source": ("python_source", "text", "synthetic"),
-    "data.tokenizer": tuple(TOKENIZERS),
     "train.nonfinite": ("stop", "skip"),
     "fault.kind": ("none", "exception", "kill", "stall", "slow"),
 }
@@ -60,6 +58,7 @@ def check_values(config: RootConfig) -> None:
         if (value := _get(config, key)) not in known:
             raise ValueError(f"{key}={value} is unknown; known are {', '.join(known)}")
     _check_schedule_name(config.parallel)
+    check_data_values(config.data)
     for key in ("hardware.precision", "train.precision"):
         _check_precision(key, _get(config, key))
     # of a processor the peak in the file is a rough one, and small tensors stay in its caches
@@ -100,13 +99,9 @@ def check(config: RootConfig, *, here: bool = True) -> list[str]:
     check_emulation(config, here=here)
     if here and not config.emulate.enabled:
         _check_implemented(config.parallel)
+        check_data(config.data)
         _check_device(config)
     return list(_warnings(config))
-
-
-def tokenizer_vocabulary(data: DataConfig) -> int:
-    """The number of different tokens that this data can hold."""
-    return data.synthetic_vocabulary if data.source == "synthetic" else TOKENIZERS[data.tokenizer]
 
 
 def _get(config: RootConfig, key: str):
@@ -330,8 +325,6 @@ def _check_run(config: RootConfig) -> None:
             f"optimizer.warmup_steps={optimizer.warmup_steps} is longer than train.steps={train.steps}: "
             f"set optimizer.warmup_steps to at most {train.steps}, or to null"
         )
-    if config.data.source == "text" and not config.data.path:
-        raise ValueError("data=text needs data.path: a file, a folder or a glob in quotes")
 
 
 def _check_device(config: RootConfig) -> None:

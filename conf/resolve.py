@@ -8,7 +8,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from conf.check import check_values, tokenizer_vocabulary
+from conf.check import check_values
+from conf.check_data import tokenizer_vocabulary
 from conf.device import Device, find_device, memory_bytes, num_cores
 from conf.schema import HardwareConfig, ModelConfig, RootConfig, TrainConfig
 

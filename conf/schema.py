@@ -113,9 +113,22 @@ class DataConfig:
     """Where tokens come from and how they are split."""
 
     name: str = MISSING
-    source: str = MISSING  # python_source | text | synthetic
-    path: Optional[str] = None  # text: a file, a folder or a glob
-    tokenizer: str = "byte"
+    source: str = MISSING  # python_source | text | jsonl | parquet | datasets | tokens | synthetic | mix
+    path: Optional[str] = None  # a file, a folder or a glob; tokens: a .bin file; datasets: a folder or a hub's name
+    sources: list[Any] = field(default_factory=list)  # mix: [{source: …, path: …, weight: …}, …], keys of this class
+    field: str = "text"  # jsonl, parquet, datasets: the field (column) that holds a document's text
+    # a line that is no JSON, or a document without text: stop (an error that says where) | skip (and count them)
+    bad_documents: str = "stop"
+    subset: Optional[str] = None  # datasets: the configuration's name
+    split: str = "train"  # datasets: the part that is read (what is held out comes from it too)
+    allow_download: bool = False  # datasets: may fetch what is not on this machine
+    tokenizer: str = "byte"  # byte | bpe (trained on these data) | the path of a tokenizer.json
+    tokenizer_vocabulary: int = 4096  # bpe: number of tokens, with 256 bytes and the end-of-document token
+    # tokens: its id; a tokenizer.json: its text. null = the file's own word, or the usual ones (<|endoftext|>, </s>, …)
+    separator: Any = None  # the token between two documents
+    cross_documents: bool = True  # attention may look from one document into the one before it in the sequence
+    dtype: Optional[str] = None  # tokens: uint8 | uint16 | uint32; null = what the file's sidecar says
+    vocabulary: Optional[int] = None  # tokens: number of different ids; null = what the file's sidecar says
     validation_fraction: float = 0.05  # of the tokens, held out; never met in training
     cache: str = ".cache/tokens"  # tokenised once into a memory map here, keyed by content
     synthetic_tokens: int = 2_000_000  # synthetic: length of the stream

@@ -12,6 +12,7 @@ BLOCK_TOKENS = 1 << 22
 
 def bigram_loss(corpus: Corpus, sequence: int, num_sequences: int) -> float | None:
     """Cross-entropy of a bigram model, nats a token, on the first num_sequences held-out sequences (or all there are).
+    Of a mix all training tokens are counted, whatever the weights.
 
     The counts c(a, b) are those of all neighbouring pairs of the training tokens, and
     P(b | a) = (c(a, b) + 1) / (sum of c(a, .) + V): add-one smoothing (Laplace). It is evaluated on exactly the
@@ -20,11 +21,11 @@ def bigram_loss(corpus: Corpus, sequence: int, num_sequences: int) -> float | No
     size = corpus.vocabulary
     if size > LARGEST_VOCABULARY:
         return None
-    tokens = corpus.open("train")
     counts = np.zeros(size * size, np.int64)
-    for start in range(0, len(tokens) - 1, BLOCK_TOKENS):
-        block = tokens[start : start + BLOCK_TOKENS + 1].astype(np.int64)
-        np.add.at(counts, block[:-1] * size + block[1:], 1)
+    for tokens in (part.open("train") for part in corpus.plain()):
+        for start in range(0, len(tokens) - 1, BLOCK_TOKENS):
+            block = tokens[start : start + BLOCK_TOKENS + 1].astype(np.int64)
+            np.add.at(counts, block[:-1] * size + block[1:], 1)
     counts = counts.reshape(size, size)
     batches = Batches(corpus, sequence, seed=0)
     inputs, targets = batches.validation(0, min(num_sequences, batches.num_validation))
