@@ -78,12 +78,21 @@ PUBLISHED = {
 }
 
 
+LLAMAS = {"llama_tiny": 1_607_808} | {  # those of Llama 3: as released
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+}
+
+
 @pytest.mark.parametrize("name", options("model"))
 def test_parameter_count_is_what_the_file_says(name):
     model = resolved(f"model={name}", "parallel=single").model
     count = num_parameters(describe(model))
     if name == "mlp":
         expected = 2 * 256 * 128 + 8 * (128**2 + 128)
+    elif name in LLAMAS:
+        expected = LLAMAS[name]
     else:
         blocks, hidden, heads, positions, vocabulary = PUBLISHED[name]
         assert (model.blocks, model.hidden, model.heads, model.positions) == (blocks, hidden, heads, positions)
