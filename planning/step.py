@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from conf.schema import ParallelConfig, RootConfig
-from models.describe import LayerSpec, describe
+from models.describe import LayerSpec, describe, is_hidden_matrix
 from pipeline.partition import rank_of_stage, split_stages
 from planning.layers import Cost, LayerCost, layer_cost
 from planning.links import Links, links
@@ -15,6 +15,13 @@ from planning.memory import micro_batch
 from planning.rates import Rates, rates
 from planning.stack import Stack
 from planning.steady import Flush, flush
+
+NEWTON_SCHULZ_STEPS = 5  # of torch.optim.Muon
+# Times that a parameter's elements are read or written by torch's loops over single tensors (torch 2.13), clipping
+# aside. adafactor: three norms of weight and gradient 3, the estimate 1, its division, floor and root 6, the update 3,
+# its norm 1, the weight 3. muon, as for a matrix: momentum 3, Nesterov's 3, a bfloat16 copy and its scale 3, decay 2,
+# the weight 3.
+PASSES = {"adafactor": 17, "muon": 14}
 
 
 @dataclass(frozen=True)
@@ -232,8 +239,29 @@ def after_flushes(config: RootConfig, layout: Layout, stack: Stack, device: Rate
     if model.tied and parallel.stages > 1 and parallel.engine == "torch" and layout.rank_of[0] != layout.rank_of[-1]:
         tied = paths.ends.all_reduce_s(model.vocabulary / parallel.tensor * model.hidden * element)
     parts = parallel.data if parallel.shard != "none" else 1
-    moved = optimizer_bytes(config, stack) * most / parts
-    return {"data_parallel": reduction, "tied_weight": tied, "optimizer": device.pass_s(moved)}
+    update = device.pass_s(optimizer_bytes(config, stack) * most / parts)
+    if config.optimizer.name == "muon":
+        update += newton_schulz_s(config, layout, device)
+    return {"data_parallel": reduction, "tied_weight": tied, "optimizer": update}
+
+
+def newton_schulz_s(config: RootConfig, layout: Layout, device: Rates) -> float:
+    """Seconds in which Muon makes the momentum of a rank's matrices orthogonal, of the rank with most of it.
+
+    An [m, n] matrix, m the smaller side, takes the products [m, n] x [n, m], [m, m] x [m, m] and [m, m] x [m, n]:
+    4 n m^2 + 2 m^3 FLOPs in each of five steps (https://kellerjordan.github.io/posts/muon/, "Runtime"), in bfloat16.
+    """
+    if config.hardware.peak_flops_bfloat16:
+        device = rates(config.hardware, "bfloat16", ranks_here=ranks_here(config))
+    seconds: dict[str, float] = {}
+    for spec in (spec for specs in layout.stages for spec in specs if spec.kind not in seconds):
+        sides = [sorted(shape) for name, shape in spec.parameters.items() if is_hidden_matrix(name, shape)]
+        products = [(m, n, m) for m, n in sides] + [(m, m, m) for m, _ in sides] + [(m, m, n) for m, n in sides]
+        seconds[spec.kind] = NEWTON_SCHULZ_STEPS * sum(device.matmul_s(*product) for product in products)
+    held = [0.0] * (max(layout.rank_of) + 1)
+    for kinds, rank in zip(layout.kinds, layout.rank_of, strict=True):
+        held[rank] += sum(seconds[kind] * number for kind, number in kinds.items())
+    return sum(held) if one_at_a_time(config) else max(held)
 
 
 def optimizer_bytes(config: RootConfig, stack: Stack) -> float:
@@ -241,4 +269,6 @@ def optimizer_bytes(config: RootConfig, stack: Stack) -> float:
     element = 8 if config.train.precision == "float64" else 4
     if config.optimizer.name == "sgd":
         return element * (3 + (2 if config.optimizer.momentum else 0) + (3 if config.optimizer.clip_norm else 0))
+    if config.optimizer.name in PASSES:
+        return element * (PASSES[config.optimizer.name] + (3 if config.optimizer.clip_norm else 0))
     return stack.optimizer_bytes * (2 if element == 8 else 1)

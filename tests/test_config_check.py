@@ -79,6 +79,14 @@ REFUSED = [
     (["optimizer.schedule=step"], ["step", "cosine, linear, constant, wsd"]),
     (["optimizer.learning_rate=0"], ["optimizer.learning_rate=0", "more than 0"]),
     (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),
+    (
+        ["optimizer=muon", "parallel.data=2", "parallel.shard=optimizer"],
+        ["optimizer=muon needs whole matrices", "parallel.shard=optimizer divides them", "set parallel.shard=none"],
+    ),
+    (
+        ["optimizer=adafactor", "parallel.tensor=2"],
+        ["optimizer=adafactor needs whole matrices", "set parallel.tensor=1, or optimizer=adamw"],
+    ),
     (["optimizer=sgd", "optimizer.learning_rate=null"], ["optimizer.learning_rate", "sgd"]),
     (["optimizer.warmup_steps=400", "train.steps=300"], ["400", "300"]),
     (["optimizer.beta2=1"], ["optimizer.beta2=1"]),

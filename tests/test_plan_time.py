@@ -18,7 +18,7 @@ from planning.points import rank_correlation, read_point
 from planning.rates import Rates
 from planning.stack import get_stack
 from planning.steady import flush
-from planning.step import step_time
+from planning.step import Layout, newton_schulz_s, step_time
 
 GPU = ("model=gpt_7b", "hardware=p4de", "parallel.balance=uniform")
 
@@ -150,6 +150,31 @@ def test_accumulating_repeats_the_flush_and_not_the_optimizer():
     )
     assert two.parts["forward"] == pytest.approx(2 * one.parts["forward"])
     assert two.parts["optimizer"] == one.parts["optimizer"]
+
+
+def test_muon_costs_its_newton_schulz_products():
+    """4 n m^2 + 2 m^3 FLOPs a matrix and step, counted by torch itself over one Muon step of the model."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import models
+    from training.optimizer import make_optimizer
+
+    config, _ = resolved_balance(resolved("model=gpt_tiny", "hardware=cpu", "parallel=single", "optimizer=muon"))
+    layers = models.build(config.model, seed=0, dtype=torch.float32)
+    parameters = {f"{name}.{own}": p for name, module in layers for own, p in module.named_parameters()}
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        make_optimizer(config.optimizer, parameters).step()
+    # a device on which only arithmetic takes time
+    device = Rates(1e9, 1e30, 1.0, 0.0, 1.0, 0.0, 4)
+    assert newton_schulz_s(config, Layout.of(config), device) == pytest.approx(counter.get_total_flops() / 1e9)
+    muon, adamw = (
+        step_time(resolved_balance(resolved("hardware=cpu", f"optimizer={name}"))[0], get_stack("torch")).parts
+        for name in ("muon", "adamw")
+    )
+    assert muon["optimizer"] > adamw["optimizer"] and muon["forward"] == adamw["forward"]
 
 
 def test_predicted_figures_have_the_results_names():
