@@ -20,7 +20,7 @@ from conf.schema import ModelConfig
 from models.describe import feedforward_width
 from models.documents import attention_mask
 from models.dropout import Dropout
-from models.layers import Head as _Head
+from models.layers import Head
 
 # Llama 3.1's scaling of rotary frequencies ("llama3"): the sequence it was first trained with, and between how many
 # turns in that sequence the scaling sets in (arXiv 2407.21783, section 3.4.2; its released configuration)
@@ -145,13 +145,6 @@ class Block(nn.Module):
 
 class Norm(nn.RMSNorm):
     """The layer `norm`: [B, T, D] -> [B, T, D]."""
-
-    def forward(self, x: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        return super().forward(x)
-
-
-class Head(_Head):
-    """The layer `head`: [B, T, D] -> logits [B, T, V]."""
 
     def forward(self, x: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return super().forward(x)
