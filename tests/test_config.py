@@ -23,7 +23,10 @@ def options(group: str) -> list[str]:
 @pytest.mark.parametrize("group", ["model", "parallel", "optimizer", "hardware", "data"])
 def test_every_option_composes_resolves_and_passes(group):
     for option in options(group):
-        extra = ["data.path=some.txt"] if option == "text" else []
+        extra = {
+            "mix": ["data.sources=[{source: python_source, weight: 1}]"],
+            "tokens": ["data.path=some.bin", "data.vocabulary=1000"],
+        }.get(option, ["data.path=some.txt"] if option == "text" else [])
         config = resolved(f"{group}={option}", *extra)
         check(config, here=False)
         if option != "auto":  # auto becomes what it found
@@ -36,7 +39,7 @@ def test_the_groups_hold_what_the_readme_promises():
     assert set(options("parallel")) >= {"single", "pp2", "pp4", "pp8", "fairscale_pp2", "fairscale_pp4"}
     assert set(options("hardware")) >= {"auto", "cpu", "v100", "a100_40gb", "a100_80gb", "h100", "h200", "b200"}
     assert set(options("hardware")) >= {"p4d", "p4de", "p5", "p5en"}
-    assert set(options("data")) >= {"python_source", "text", "synthetic"}
+    assert set(options("data")) >= {"python_source", "text", "jsonl", "parquet", "datasets", "tokens", "synthetic", "mix"}
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))

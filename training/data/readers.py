@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import training.data.files as files
 from conf.schema import DataConfig
-from training.data import files
 
 PART_BYTES = 1 << 26  # of the source in a part: what a kill may cost each process
 ROWS = 10_000  # of a Hugging Face dataset in a part

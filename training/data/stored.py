@@ -14,9 +14,9 @@ import os
 import numpy as np
 from tqdm import tqdm
 
+import training.data.files as files
 from conf.check_data import LARGEST, read_sidecar, sidecar_path
 from conf.schema import DataConfig
-from training.data import files
 from training.data.corpus import Corpus
 
 PROGRESS_AFTER_S = 2.0  # shorter work shows no bar
