@@ -1,0 +1,1 @@
+"""Runs compared: reads the file formats of run folders and nothing else; no torch. compare.py is its front."""

@@ -1,0 +1,244 @@
+"""The table of runs: which columns differ, --where, --sort, as text and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from comparing.runs import Run, number
+
+# no part of what is compared: bookkeeping, and what follows from other keys (a list of layers from stages and model)
+NO_COLUMN = re.compile(
+    r"resume|resume_sweep|preflight|profile|hardware\.sources\..*|train\.(log_every|keep_checkpoints|validate_every)"
+    r"|train\.(checkpoint_every|max_minutes|stall_timeout_s|max_restarts|validate_sequences)|parallel\.name"
+)
+# the terminal's figures, where a run has them: heading, and how a value is shown
+SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", lambda v: f"{v:.4f}"),
+    "validation_loss": ("val. loss", lambda v: f"{v:.4f}"),
+    "tokens_per_s": ("tokens/s", lambda v: f"{v:,.0f}"),
+    "step_time_s": ("step time", lambda v: f"{v:.3f} s" if v < 100 else f"{v:.1f} s"),
+    "mfu": ("mfu", lambda v: f"{v:.3f}"),
+    "bubble_fraction": ("bubble", lambda v: f"{v:.1%}"),
+    "bubble_fraction_ideal": ("ideal", lambda v: f"{v:.1%}"),
+    "peak_memory_bytes": ("peak memory", lambda v: gib(v)),
+    "cost_usd": ("cost", lambda v: f"${v:,.2f}"),
+    "error.step_time_s": ("predicted", lambda v: f"{v:+.1%}"),
+}
+_OPERATORS = ("!=", "<=", ">=", "=", "<", ">")
+
+
+def gib(count: float) -> str:
+    """A number of bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+# --- columns ---
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Config keys that do not have one value in all of these runs, in the order of the configuration.
+
+    A key that some runs do not have (an older version's) counts as differing only among those that have it.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    typed = {override.partition("=")[0].lstrip("+~") for run in runs for override in run.overrides}
+    found = []
+    for key in keys:
+        chosen = key == "parallel.balance" or (key.startswith("hardware.") and key != "hardware.name")
+        if NO_COLUMN.fullmatch(key) or (chosen and key not in typed):
+            continue
+        if len({text_of(run.config[key]) for run in runs if key in run.config}) > 1:
+            found.append(key)
+    named = [key for key in found if key in ("model.name", "data.name", "optimizer.name")]
+    return [key for key in found if not any(_of_group(key, name) and follows(runs, key, name) for name in named)]
+
+
+def _of_group(key: str, name: str) -> bool:
+    return key != name and key.partition(".")[0] == name.partition(".")[0]
+
+
+def follows(runs: Sequence[Run], key: str, name: str) -> bool:
+    """Whether the value of `name` says the value of `key` in every run."""
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        if key in run.config and name in run.config:
+            values.setdefault(text_of(run.config[name]), set()).add(text_of(run.config[key]))
+    return all(len(found) == 1 for found in values.values())
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Keys by their last part, where that is clear: {"parallel.stages": "stages"}."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)}
+
+
+def value_of(run: Run, key: str) -> Any:
+    """A config value, a figure, `status` or `run` (the folder's name); None where the run has none."""
+    if key in ("status", "run"):
+        return run.status if key == "status" else run.name
+    return run.config[key] if key in run.config else run.figures.get(key)
+
+
+def known_keys(runs: Sequence[Run]) -> list[str]:
+    keys = [key for run in runs for key in (*run.config, *run.figures)]
+    return list(dict.fromkeys(["status", "run", *keys]))
+
+
+def find_key(runs: Sequence[Run], typed: str) -> str:
+    """The key itself, or by its last part where one key has it ("stages"). ValueError names what was probably meant."""
+    keys = known_keys(runs)
+    if typed in keys:
+        return typed
+    by_end = [key for key in keys if key.rpartition(".")[2] == typed]
+    if len(by_end) == 1:
+        return by_end[0]
+    close = by_end or difflib.get_close_matches(typed, keys, 3) or list(SHOWN)
+    raise ValueError(f"{typed} is no configuration key and no figure of these runs; did you mean {', '.join(close)}?")
+
+
+def text_of(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return json.dumps(value).replace(", ", ",")
+
+
+# --- where and sort ---
+
+
+def where(runs: Sequence[Run], conditions: Sequence[str]) -> list[Run]:
+    """The runs that meet every condition: KEY=VALUE (VALUE,VALUE for any of them), !=, <, <=, >, >=.
+
+    ValueError for what is no condition, an unknown key, or when no run is left.
+    """
+    kept = list(runs)
+    for condition in conditions:
+        operator = next((o for o in _OPERATORS if o in condition), None)
+        key, _, wanted = condition.partition(operator or "=")
+        if operator is None or not key:
+            raise ValueError(f"--where {condition} is no condition: KEY=VALUE, or with != < <= > >=")
+        key = find_key(runs, key.strip())
+        left = [run for run in kept if _meets(value_of(run, key), operator, wanted.strip(), condition)]
+        if not left:
+            values = sorted({text_of(value_of(run, key)) for run in kept})
+            raise ValueError(f"--where {condition} leaves no run; {key} is {', '.join(values[:10])}")
+        kept = left
+    return kept
+
+
+def _meets(value: Any, operator: str, wanted: str, condition: str) -> bool:
+    if operator in ("=", "!="):
+        same = any(_same(value, one) for one in [wanted, *wanted.split(",")])
+        return same == (operator == "=")
+    try:
+        bound = float(wanted)
+    except ValueError:
+        raise ValueError(f"--where {condition}: {wanted} is no number to compare with") from None
+    value = number(value)
+    if value is None:
+        return False
+    return {"<": value < bound, "<=": value <= bound, ">": value > bound, ">=": value >= bound}[operator]
+
+
+def _same(value: Any, wanted: str) -> bool:
+    if number(value) is not None:
+        try:
+            return float(wanted) == value
+        except ValueError:
+            return False
+    return text_of(value) == wanted.replace(", ", ",")
+
+
+def sort(runs: Sequence[Run], key: str, reverse: bool = False) -> list[Run]:
+    """By a config key or figure, smallest first; runs without a value come last. ValueError for an unknown key."""
+    key = find_key(runs, key)
+    have = [run for run in runs if value_of(run, key) is not None]
+    numbers = all(number(value_of(run, key)) is not None for run in have)
+    have.sort(key=lambda run: value_of(run, key) if numbers else text_of(value_of(run, key)), reverse=reverse)
+    return have + [run for run in runs if value_of(run, key) is None]
+
+
+# --- text ---
+
+
+def render(runs: Sequence[Run], extra: dict[str, Sequence[str]] | None = None) -> str:
+    """A line a run: the differing config values, status, figures, the folder's name. extra: heading -> cells, first."""
+    keys = differing(runs)
+    names = short_names(keys)
+    columns = [[heading, *cells] for heading, cells in (extra or {}).items()]
+    columns += [[names[key], *(text_of(r.config[key]) if key in r.config else "" for r in runs)] for key in keys]
+    columns.append(["status", *(run.status for run in runs)])
+    for key, (heading, _) in SHOWN.items():
+        cells = [show_figure(run, key) for run in runs]
+        if any(cells) and (key != "bubble_fraction_ideal" or set(cells) != {"0.0%"}):
+            columns.append([heading, *cells])
+    columns.append(["run", *(run.name for run in runs)])
+    rows = zip(*(_aligned(column) for column in columns), strict=True)
+    lines = ["  ".join(row).rstrip() for row in rows]
+    return "\n".join([*lines, *_notes(runs)])
+
+
+def show_figure(run: Run, key: str) -> str:
+    """A figure for people, "" where the run has none; "nan" stays a word."""
+    value = run.figures.get(key)
+    if isinstance(value, str):
+        return value
+    return "" if value is None else SHOWN[key][1](value)
+
+
+def _aligned(column: list[str]) -> list[str]:
+    width = max(map(len, column))
+    right = all(re.match(r"[-+$]?\d|nan|inf|$", cell) for cell in column[1:]) and column[0] != "run"
+    return [cell.rjust(width) if right else cell.ljust(width) for cell in column]
+
+
+def _notes(runs: Sequence[Run]) -> list[str]:
+    """What is to say of runs that did not complete, one a line."""
+    told = [f"{run.status}: {run.name}: {run.note}" for run in runs if run.note and run.status != "stopped"]
+    return ["", *told] if told else []
+
+
+# --- CSV ---
+
+
+def to_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as CSV with every key that occurs, in the order of first sight; None as an empty cell."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (list, dict, bool)) else value
+
+
+# what a row says of its run even where all runs agree
+ALWAYS = (
+    "model.name parallel.engine parallel.schedule parallel.stages parallel.chunks parallel.interleave "
+    "train.global_batch train.sequence train.seed hardware.name"
+).split()
+
+
+def csv_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """results.csv: a row a run: folder, status, note, config (differing keys and ALWAYS), figures, figures a rank."""
+    keys = list(dict.fromkeys([*differing(runs), *ALWAYS]))
+    figures = list(dict.fromkeys([*SHOWN, *(key for run in runs for key in run.figures)]))
+    rows = []
+    for run in runs:
+        row = {"run": run.name, "folder": run.path.as_posix(), "status": run.status, "note": run.note}
+        row |= {key: run.config.get(key) for key in keys}
+        row |= {key: run.figures.get(key) for key in figures if key != "status"}
+        for key in ("peak_memory_bytes", "peak_resident_bytes"):
+            values = run.result.get(key)
+            row |= {f"{key}.rank_{i}": v for i, v in enumerate(values if isinstance(values, list) else [])}
+        rows.append(row)
+    return rows
