@@ -151,6 +151,8 @@ class TrainConfig:
     validate_every: Optional[int] = None  # steps; null = four times a run; 0 = never
     validate_sequences: Optional[int] = None  # held-out sequences of one validation; null = by hardware
     log_every: Optional[int] = None  # steps between printed lines; null = about 20 lines a run
+    # steps kept in timeline.json: so many after warm-up, or a list of steps (from 1); 0 = none, and none is explained
+    trace: Any = 3
     checkpoint_every: Optional[int] = None  # steps; null = by hardware (cpu: at the end and at a stop only); 0 = never
     keep_checkpoints: int = 2  # the newest complete ones; older ones are deleted
     max_restarts: int = 0  # times that all ranks start again from the newest checkpoint after one has died
@@ -178,7 +180,7 @@ class EmulateConfig:
     # what is planted, to see it found; times in seconds of the emulated hardware
     slow_rank: Optional[int] = None  # this pipeline rank's actions take slow_factor times as long
     slow_factor: float = 2.0
-    slow_link: Optional[int] = None  # messages from this pipeline rank to the next and back take slow_link_factor longer
+    slow_link: Optional[int] = None  # messages from this rank to the next and back take slow_link_factor as long
     slow_link_factor: float = 10.0
     slow_host: Optional[int] = None  # this pipeline rank's host takes slow_host_s before each action
     slow_host_s: float = 0.01

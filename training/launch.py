@@ -122,9 +122,16 @@ def agree_on_folder(store: Any, rank: int, run_dir: str | None) -> str:
 
 
 def launch(
-    run_dir: str | Path, num_ranks: int, worker: tuple[str, ...] = ("-m", "training.worker"), max_restarts: int = 0
+    run_dir: str | Path,
+    num_ranks: int,
+    worker: tuple[str, ...] = ("-m", "training.worker"),
+    max_restarts: int = 0,
+    *,
+    forked: bool = False,
 ) -> dict:
     """Run `python WORKER RUN_DIR` once a rank on this machine, wait for all, and return the run's result.json.
+
+    forked: the ranks are forks of this process in place of processes of their own (training.fork).
 
     When a rank fails the others end within seconds, and all start again, at most `max_restarts` times; then the failing
     rank's own error is printed, and the result says so.
@@ -133,7 +140,10 @@ def launch(
     """
     killed_before = oom_kills()
     with _environment(num_ranks), _Stopper() as stop:
-        exits = _run_elastic([*worker, str(run_dir)], num_ranks, max_restarts, stop)
+        if forked:
+            exits = _run_forked(str(run_dir), num_ranks, worker, max_restarts, stop)
+        else:
+            exits = _run_elastic([*worker, str(run_dir)], num_ranks, max_restarts, stop)
     result = read_result(run_dir)
     cause = root_cause(run_dir, exits) if exits else None
     if stop.requested and (cause is None or not cause.type or cause.is_victim):
@@ -168,6 +178,24 @@ def threads_per_rank(num_ranks: int) -> int:
 def _finish(run_dir: str | Path, error: RankError) -> dict:
     status = "out_of_memory" if error.is_out_of_memory else "failed"
     return finish_failed(run_dir, status, failure=error.headline, rank=error.rank)
+
+
+def _run_forked(
+    run_dir: str, num_ranks: int, worker: tuple[str, ...], max_restarts: int, stop: _Stopper
+) -> dict[int, tuple[int, float]]:
+    """As `_run_elastic`, by training.fork."""
+    from training import fork
+
+    return fork.run(
+        run_dir,
+        num_ranks,
+        worker,
+        max_restarts=max_restarts,
+        shutdown_s=SHUTDOWN_S,
+        stop_signals=STOP_SIGNALS,
+        stopped=lambda: stop.requested,
+        begin=die_with_parent,
+    )
 
 
 def _run_elastic(

@@ -83,7 +83,7 @@ def table(result: dict[str, Any]) -> str:
     if not error:
         return ""
     predicted = result["predicted"]
-    rows = [["", "predicted", "measured", "error"]]
+    rows = [["", "predicted", "emulated" if result.get("emulated") else "measured", "error"]]
     for key, (label, show) in SHOWN.items():
         if key in error:
             rows.append([label, show(predicted[key]), show(result[key]), f"{error[key]:+.1%}"])

@@ -9,17 +9,25 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Loss, learning rate, tokens/s and remaining time of each step."""
+    """Loss, learning rate, tokens/s and remaining time of each step.
 
-    def __init__(self, steps: int, log_every: int, *, first: int = 0):
-        self.steps, self.log_every = steps, max(1, log_every)
+    time_scale: of an emulated run, whose rates are shown as those of its hardware; None: a real one.
+    """
+
+    def __init__(self, steps: int, log_every: int, *, first: int = 0, time_scale: float | None = None):
+        self.steps, self.log_every, self.time_scale = steps, max(1, log_every), time_scale
         self.bar = None
         if _is_terminal():
             self.bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, file=sys.stdout)
 
-    def step(self, done: int, loss: float, learning_rate: float, tokens_per_s: float, step_time_s: float) -> None:
-        """After step number `done` (from 1); rates are of this step."""
-        figures = f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_s:,.0f} tokens/s"
+    def step(
+        self, done: int, loss: float | None, learning_rate: float | None, tokens_per_s: float, step_time_s: float
+    ) -> None:
+        """After step number `done` (from 1); rates are of this step. An emulated one has no loss."""
+        if self.time_scale is None:
+            figures = f"loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_s:,.0f} tokens/s"
+        else:
+            figures = f"emulated {step_time_s / self.time_scale:.3f} s  {tokens_per_s * self.time_scale:,.0f} tokens/s"
         if self.bar is not None:
             self.bar.set_postfix_str(figures, refresh=False)
             self.bar.update()

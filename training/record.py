@@ -47,6 +47,7 @@ HPARAMS = {
     "hardware": "name",
     "data": "name tokenizer",
     "train": "steps global_batch sequence accumulate seed precision",
+    "emulate": "enabled",
 }
 
 
@@ -168,6 +169,8 @@ def finish_failed(run_dir: str | os.PathLike, status: str, config: RootConfig | 
     resolved = Path(run_dir) / "resolved.json"
     if config is None and resolved.exists():
         config = from_dict(json.loads(resolved.read_text()))
+    if config is not None and config.emulate.enabled:
+        figures = {"emulated": True, **figures}
     begun = any(Path(run_dir).glob("events.out.tfevents.*"))
     start = [] if begun or config is None else [_session_start(hparams(config))]
     writer = EventFileWriter(str(run_dir), filename_suffix=".end")

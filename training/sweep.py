@@ -83,7 +83,7 @@ def table(jobs: Sequence[Job]) -> str:
             [
                 str(job.number),
                 *(values.get(key, "") for key in keys),
-                f"{result['status']} (earlier)" if job.earlier else result["status"],
+                f"{result['status']}{mark(result)}{' (earlier)' if job.earlier else ''}",
                 _shown(result.get("loss"), "{:.4f}"),
                 _shown(result.get("tokens_per_s"), "{:,.0f}"),
                 _shown(result.get("step_time_s"), "{:.3f} s"),
@@ -93,6 +93,11 @@ def table(jobs: Sequence[Job]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def mark(result: dict) -> str:
+    """What stands behind the status of a run on hardware that is not there."""
+    return " (emulated)" if result.get("emulated") else ""
 
 
 def _shown(value: object, form: object) -> str:
