@@ -73,6 +73,13 @@ def fail_late(run_dir: Path, rank: int, stop: StopFlag) -> None:
     fail(run_dir, rank, stop)
 
 
+def kill_once(run_dir: Path, rank: int, stop: StopFlag) -> None:
+    """Every rank dies, and finishes when it is started again."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    finish(run_dir, rank, stop)
+
+
 DEEDS = {
     "finish": finish,
     "steps": steps,
@@ -80,6 +87,7 @@ DEEDS = {
     "raise": fail,
     "raise_late": fail_late,
     "kill": lambda run_dir, rank, stop: os.kill(os.getpid(), signal.SIGKILL),
+    "kill_once": kill_once,
     "exit": lambda run_dir, rank, stop: os._exit(3),
 }
 
