@@ -50,6 +50,7 @@ def config(
             blocks=blocks,
             hidden=16,
             heads=2,
+            key_value_heads=1 if family == "llama" else None,
             feedforward=64,
             positions=SEQUENCE,
             vocabulary=VOCABULARY,

@@ -40,6 +40,10 @@ def _cases(stages: int) -> dict:
         listed[name] = cases.config(stages=stages, schedule=schedule, tied=tied, chunks=chunks)
     listed["dropout-accumulate"] = cases.config(stages=stages, dropout=0.2, accumulate=2)
     listed["mlp"] = cases.config(stages=stages, family="mlp", tied=False)
+    for tied in (True, False):
+        listed[f"llama-{'tied' if tied else 'untied'}"] = cases.config(
+            stages=stages, family="llama", tied=tied, dropout=0.2, accumulate=2, checkpoint="except_last"
+        )
     listed["uneven"] = cases.config(stages=stages, balance=[1] * (stages - 1) + [8 - stages + 1])
     listed["literal"] = cases.config(stages=stages, balance=[1] * (stages - 1) + [11 - stages + 1])
     for mode in ("except_last", "always"):

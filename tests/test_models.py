@@ -130,7 +130,7 @@ def canonical(layers) -> dict[str, torch.Tensor]:
     return {f"{name}.{own}": p.detach() for name, module in layers for own, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["gpt", "mlp"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "mlp"])
 def test_initial_weights_do_not_depend_on_the_cut_or_the_dtype(family):
     model = make_model(family)
     whole = canonical(models.build(model, seed=3))
@@ -156,9 +156,10 @@ def test_a_tied_head_starts_as_its_owner(tied):
     assert torch.equal(weights["head.weight"], weights["embedding.token.weight"]) == tied
 
 
-def test_initial_weights_follow_gpt2():
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_initial_weights_follow_gpt2(family):
     """Radford et al. 2019: normal, std 0.02; residual projections divided by sqrt(number of residual branches)."""
-    model = make_model(hidden=256, vocabulary=1000, positions=512, tied=False)
+    model = make_model(family, hidden=256, vocabulary=1000, positions=512, tied=False)
     for name, value in canonical(models.build(model, seed=0)).items():
         if name.endswith("bias"):
             assert not value.any()
@@ -208,7 +209,7 @@ def test_token_loss_is_a_sum_in_float32_or_better(dtype):
     assert float(loss) == pytest.approx(float(expected), rel=1e-12 if dtype == torch.float64 else 1e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt", "mlp"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "mlp"])
 def test_split_backward_gives_the_same_gradients(family):
     """Zero-bubble schedules: the gradient of the input first, those of the weights later."""
     model = make_model(family, dropout=0.25)
@@ -230,7 +231,7 @@ def test_split_backward_gives_the_same_gradients(family):
     assert all(torch.equal(p.grad, value) for p, value in zip(parameters, expected[1:], strict=True))
 
 
-@pytest.mark.parametrize("family", ["gpt", "mlp"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "mlp"])
 def test_bfloat16_autocast_trains_float32_weights(family):
     model = make_model(family, dropout=0.1)
     layers, ids = models.build(model, seed=0), torch.randint(50, (3, 24))
