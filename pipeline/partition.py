@@ -89,11 +89,6 @@ def held_moments(schedule: Schedule) -> list[list[tuple[int, ...]]]:
     return result
 
 
-def num_ranks(parallel: ParallelConfig) -> int:
-    """Processes that a run of this layout needs: the torch engine has one a stage, the other engines one in all."""
-    return parallel.stages if parallel.engine == "torch" else 1
-
-
 def rank_of_stage(parallel: ParallelConfig) -> list[int]:
     """The pipeline rank (for fairscale: the device) of every model stage, in stage order; chunks must be resolved."""
     if parallel.engine != "torch":

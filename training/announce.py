@@ -8,7 +8,8 @@ from pathlib import Path
 from conf.device import num_cores
 from conf.schema import RootConfig, to_dict
 from models.describe import LayerSpec, describe, num_parameters
-from pipeline.partition import Certificate, num_ranks, split
+from pipeline.partition import Certificate, split
+from pipeline.placement import num_ranks
 from pipeline.schedule import bubble_ideal, make_schedule
 from planning.advice import remedies
 from planning.memory import machine_memory_bytes, optimizer_elements
@@ -36,7 +37,7 @@ def preflight(config: RootConfig, memory: list[dict]) -> None:
     fullest = totals.index(max(totals))
     parts = sorted(((size, name) for name, size in memory[fullest].items() if name != "total"), reverse=True)
     remedy = f"rank {fullest} has {', '.join(f'{gib(size)} of {name}' for size, name in parts[:4])}; {remedy}"
-    if config.hardware.device == "cpu":
+    if config.hardware.device == "cpu" and not config.emulate.enabled:
         available = machine_memory_bytes()
         if sum(totals) > available:
             raise DoesNotFit(
@@ -90,8 +91,9 @@ def _what_fits(config: RootConfig, capacity: float) -> str:
     return f"; what fits, cheapest first: {shown}" if shown else ""
 
 
-def describe_run(config: RootConfig, corpus: Corpus, memory: list[dict]) -> str:
-    """A few lines on what is about to run: layers and memory of each rank, batch, bubble, length, data."""
+def describe_run(config: RootConfig, corpus: Corpus | None, memory: list[dict]) -> str:
+    """A few lines on what is about to run: layers and memory of each rank, batch, bubble, length, data (`corpus`; None:
+    an emulated run, which learns nothing)."""
     model, parallel, train, optimizer = config.model, config.parallel, config.train, config.optimizer
     micro_batch = train.global_batch // train.accumulate // parallel.chunks
     tokens = train.global_batch * train.sequence
@@ -105,15 +107,24 @@ def describe_run(config: RootConfig, corpus: Corpus, memory: list[dict]) -> str:
         *_part_lines(config, memory),
         f"batch      {train.global_batch} sequences of {train.sequence} tokens = {tokens:,} tokens a step: "
         f"{flushes}{parallel.chunks} micro-batches of {micro_batch}",
-        f"run        {train.steps:,} steps = {train.steps * tokens:,} tokens "
-        f"({train.steps * tokens / corpus.train_tokens:.2g} epochs){limit}",
+        f"run        {train.steps:,} steps = {train.steps * tokens:,} tokens{_epochs(config, corpus)}{limit}",
         f"optimizer  {optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.warmup_steps} warm-up "
         f"steps, then {optimizer.schedule}{clipping}",
         f"checkpoint {checkpoint_line(config)}",
         f"hardware   {config.hardware.name}, {train.precision}{_processes(config)}",
-        f"data       {corpus.description}",
     ]
+    if corpus is None:
+        lines = [line for line in lines if not line.startswith(("optimizer", "checkpoint"))]
+    else:
+        lines.append(f"data       {corpus.description}")
     return "\n".join(lines)
+
+
+def _epochs(config: RootConfig, corpus: Corpus | None) -> str:
+    train = config.train
+    if corpus is None:
+        return ""
+    return f" ({train.steps * train.global_batch * train.sequence / corpus.train_tokens:.2g} epochs)"
 
 
 def split_line(split: Certificate) -> str:
@@ -170,6 +181,10 @@ def _layout(config: RootConfig) -> str:
 
 
 def _processes(config: RootConfig) -> str:
+    if config.emulate.enabled:
+        scale = config.emulate.time_scale
+        slower = "" if scale == 1 else f", a second of it in {scale:g} s"
+        return f", EMULATED by {config.parallel.stages} processes that only wait{slower}"
     if config.hardware.device != "cpu":
         return ""
     ranks, cores = num_ranks(config.parallel), num_cores()

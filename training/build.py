@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import models
-from conf.schema import RootConfig
+from conf.schema import ParallelConfig, RootConfig
 from models.describe import LayerSpec, describe
 from models.loss import token_loss
 from pipeline.engines.base import Engine, Stage
 from pipeline.partition import rank_of_stage, split_stages
+from pipeline.placement import DIMENSIONS, mesh_shape, num_ranks, place
 from pipeline.schedule import make_schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # of weights and messages
@@ -41,10 +44,29 @@ def engine_class(name: str) -> type[Engine]:
     return TorchEngine
 
 
+def make_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
+    """The layout's ranks, the first of the world, as (pipeline, data, tensor); None for a pipeline alone, which needs
+    none. Every rank of the world calls it."""
+    shape = mesh_shape(parallel)
+    if shape.data * shape.tensor == 1:
+        return None
+    return DeviceMesh(device_type, torch.arange(num_ranks(parallel)).view(shape), mesh_dim_names=DIMENSIONS)
+
+
 def build_engine(
-    config: RootConfig, *, rank: int, device: torch.device, group: dist.ProcessGroup | None = None
+    config: RootConfig,
+    *,
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
-    """The engine of `config.parallel.engine`, with the layers of this rank on `device`; `group`: None = all ranks.
+    """The engine of `config.parallel.engine`, with the layers of this rank on `device`.
+
+    Args:
+        rank: 0 .. ranks of the layout - 1.
+        group: the ranks of a pipeline alone; None = all.
+        mesh: `make_mesh`'s, for a layout with data or tensor ranks; these then share the layers.
 
     Raises ValueError for a layout that does not fit (all of it is checked in the front already).
     """
@@ -53,14 +75,16 @@ def build_engine(
     names = [layer.name for layer in layers]
     ranks = rank_of_stage(parallel)
     cut = split_stages(parallel.balance, len(ranks), names)
-    own = [stage for stage, owner in enumerate(ranks) if owner == rank or parallel.engine != "torch"]
-    stages = {stage: _build_stage(config, cut[stage], names, device) for stage in own}
+    pipeline_rank = place(rank, parallel).pipeline
+    own = [stage for stage, owner in enumerate(ranks) if owner == pipeline_rank or parallel.engine != "torch"]
+    stages = {stage: _build_stage(config, cut[stage], layers, device, mesh) for stage in own}
     common = {
-        "microbatch": config.train.global_batch // (config.train.accumulate * parallel.chunks),
+        "microbatch": config.train.global_batch // (config.train.accumulate * parallel.chunks * parallel.data),
         "loss": token_loss,
         "tied": tied_parameters(layers),
     }
     engine = engine_class(parallel.engine)
+    parts = parallel.tensor if parallel.sequence_parallel else 1  # of the sequence
     if parallel.engine == "single":
         return engine(stages, num_stages=1, chunks=parallel.chunks, **common)
     if parallel.engine == "fairscale":
@@ -70,28 +94,56 @@ def build_engine(
     return engine(
         stages,
         schedule=make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave),
-        boundary=(config.train.sequence, config.model.hidden),
+        boundary=(config.train.sequence // parts, config.model.hidden),
         dtype=DTYPES[config.train.precision],
         device=device,
-        group=group,
+        group=group if mesh is None else mesh.get_group("pipeline"),
+        vocabulary_parallel=parallel.tensor > 1,
+        reduces_each=parallel.shard in ("gradients", "full") and parallel.stages == 1,
         **common,
     )
 
 
-def _build_stage(config: RootConfig, stage: list[str], names: list[str], device: torch.device) -> Stage:
-    start = names.index(stage[0])
+def _build_stage(
+    config: RootConfig, names: list[str], layers: list[LayerSpec], device: torch.device, mesh: DeviceMesh | None
+) -> Stage:
+    """Layer by layer: only the parts that are this rank's stay, so that memory holds one whole layer at most."""
     fairscale = config.parallel.engine == "fairscale"
-    layers = models.build(
-        config.model,
-        seed=config.train.seed,
-        start=start,
-        stop=start + len(stage),
-        dtype=DTYPES[config.train.precision],
-        device=torch.device("cpu") if fairscale else device,  # fairscale moves each stage to its own device
-    )
-    return Stage(
-        layers,
+    built = []
+    for index, layer in enumerate(layers):
+        if layer.name in names:
+            built += models.build(
+                config.model,
+                seed=config.train.seed,
+                start=index,
+                stop=index + 1,
+                dtype=DTYPES[config.train.precision],
+                device=torch.device("cpu") if fairscale else device,  # fairscale moves each stage to its own device
+            )
+            if mesh is not None:
+                _share(built[-1][1], layer.kind, config, mesh)
+    stage = Stage(
+        built,
         precision=config.train.precision,
         checkpoint="never" if fairscale else config.parallel.checkpoint,  # fairscale has its own
         interval=config.parallel.checkpoint_interval,
     )
+    if config.parallel.data > 1:
+        from pipeline.engines import sharding
+
+        sharding.share(stage, mesh["data"], config.parallel.shard)
+    return stage
+
+
+def _share(module: nn.Module, kind: str, config: RootConfig, mesh: DeviceMesh) -> None:
+    """One layer among the tensor ranks, and then among the data ranks; each brings a part of torch."""
+    parallel = config.parallel
+    if parallel.tensor > 1:
+        from models.tensor_parallel import parallelize
+
+        sequence_parallel = parallel.sequence_parallel
+        parallelize(module, kind, config.model.family, mesh["tensor"], sequence_parallel=sequence_parallel)
+    if parallel.data > 1:
+        from pipeline.engines import sharding
+
+        sharding.share(module, mesh["data"], parallel.shard)

@@ -24,9 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from conf.check import check
 from conf.resolve import resolve
 from conf.schema import RootConfig, to_dict
-from pipeline.partition import Certificate, num_ranks
+from pipeline.partition import Certificate
+from pipeline.placement import num_ranks
 from pipeline.profile import Profile
 from planning.balance import resolved_balance
+from planning.calibrate import calibrated
+from planning.durations import durations
 from training import announce, join, measure, outcome, resume, sweep
 from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
 from training.data import Corpus, prepare
@@ -41,7 +44,7 @@ class Plan:
 
     composed: RootConfig
     config: RootConfig  # resolved
-    corpus: Corpus
+    corpus: Corpus | None  # None: an emulated run
     memory: list[dict]  # planning.memory's bytes of each rank
     warnings: list[str]
     split: Certificate  # of config.parallel.balance, a list by now
@@ -132,12 +135,16 @@ def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequ
     if resolved.preflight:
         announce.preflight(resolved, memory)
     announce.check_room(resolved, Path("experiments", resolved.name) if found is None else found.run_dir)
+    prediction = outcome.plan_for(resolved)
+    if resolved.emulate.enabled:  # reads no data
+        prediction |= {"durations": durations(calibrated(resolved)).to_dict()}
+        return Plan(composed, resolved, None, memory, warnings, split, profile, prediction)
     corpus = prepare(resolved.data, sequence=resolved.train.sequence)
     if found is not None:
         resume.check_compatible(resolved, corpus, found)
         if not _folder_typed():
             resume.lock(found.run_dir)
-    return Plan(composed, resolved, corpus, memory, warnings, split, profile, outcome.plan_for(resolved))
+    return Plan(composed, resolved, corpus, memory, warnings, split, profile, prediction)
 
 
 def _cut(config: RootConfig) -> tuple[RootConfig, Certificate, Profile | None]:
@@ -209,7 +216,7 @@ def _write_inputs(run_dir: Path, plan: Plan) -> None:
     """What the ranks read; each file whole or not at all."""
     for name, content in (
         ("resolved.json", to_dict(plan.config)),
-        ("corpus.json", plan.corpus.to_dict()),
+        ("corpus.json", plan.corpus and plan.corpus.to_dict()),
         ("plan.json", plan.prediction | {"split": plan.split.to_dict()}),
     ):
         partial = run_dir / f"{name}.{os.getpid()}.tmp"
@@ -250,7 +257,10 @@ def _launch(run_dir: Path, plan: Plan) -> dict:
             join.announce_folder(run_dir)
             join.train(run_dir)
             return read_result(run_dir)
-        return launch(run_dir, num_ranks(plan.config.parallel), max_restarts=plan.config.train.max_restarts)
+        restarts = plan.config.train.max_restarts
+        if plan.config.emulate.enabled:  # a process stands for all tensor and data ranks of its stage
+            return launch(run_dir, plan.config.parallel.stages, max_restarts=restarts, forked=True)
+        return launch(run_dir, num_ranks(plan.config.parallel), max_restarts=restarts)
     except Exception as error:
         traceback.print_exc()
         return finish_failed(run_dir, "failed", failure=f"{type(error).__name__}: {error}")
@@ -302,11 +312,11 @@ def _say_end(job: Job) -> None:
     if job.number is None and (comparison := outcome.table(result)):
         print("\n" + comparison)
     if job.number is None:
-        print(f"\n{result['status']}: {job.run_dir}{_how_to_go_on(job)}")
+        print(f"\n{result['status']}{sweep.mark(result)}: {job.run_dir}{_how_to_go_on(job)}")
         print("look at it: tensorboard --logdir experiments", flush=True)
     else:
         note = f": {result['failure']}" if result["status"] in sweep.BAD else ""
-        print(f"job {job.number} {result['status']}{note}: {job.run_dir}", flush=True)
+        print(f"job {job.number} {result['status']}{sweep.mark(result)}{note}: {job.run_dir}", flush=True)
 
 
 def _how_to_go_on(job: Job) -> str:

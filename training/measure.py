@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from conf.device import find_device
 from conf.schema import RootConfig, from_dict, to_dict
 from models.describe import LayerSpec, describe
-from pipeline.partition import num_ranks
+from pipeline.placement import num_ranks
 from pipeline.profile import LayerProfile, Profile, measure_layer
 from pipeline.schedule import make_schedule
 from planning.memory import micro_batch

@@ -10,6 +10,9 @@ from torch import nn
 
 from conf.schema import OptimizerConfig
 from models.describe import is_hidden_matrix
+from pipeline.engines.base import own_part
+from pipeline.placement import FIRST, Place
+from training.parts import counted_here
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 # Rows of this length are summed by one thread each, so that sums do not depend on the number of threads; below 32,768
@@ -158,6 +161,7 @@ def global_norm(
     order: list[str],
     tied: dict[str, str],
     group: dist.ProcessGroup | None,
+    where: Place = FIRST,
 ) -> torch.Tensor:
     """Norm of the whole model's gradient, float64 scalar on the parameters' device, the same bits for every cut.
 
@@ -165,12 +169,15 @@ def global_norm(
     owner; counted once, by the owner) lives on one rank of `group` (None: all are here). Each rank puts its squared
     norms at their places, the sum over ranks adds only zeros to them, and every rank sums the same numbers in the same
     order. A missing gradient counts as 0. Collective: every rank of the group calls it.
+    `where`: this rank's place in a layout with data or tensor ranks; their parts of a gradient are added up, and what
+    several hold the same of is counted once.
     """
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     squares = torch.zeros(len(order), dtype=torch.float64, device=device)
     for place, name in enumerate(order):
         if name in parameters and name not in tied and parameters[name].grad is not None:
-            squares[place] = squared_norm(parameters[name].grad)
+            if counted_here(parameters[name], where):
+                squares[place] = squared_norm(own_part(parameters[name].grad))
     if group is not None:
         dist.all_reduce(squares, group=group)
     return squares.sum().sqrt()

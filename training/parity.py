@@ -16,23 +16,26 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as fn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import models
 from conf.schema import RootConfig, from_dict
 from models.describe import describe
 from models.dropout import sample_keys
 from pipeline.engines.base import Batch, Engine
-from pipeline.partition import num_ranks
+from pipeline.placement import Place, mesh_shape, num_ranks, place
 from training import launch
-from training.build import build_engine, canonical_order
+from training.build import build_engine, canonical_order, make_mesh
 from training.comparison import Report, Row
 from training.optimizer import clip_, global_norm
+from training.parts import whole
 from training.record import write_result
 
 LEARNING_RATE = 0.1  # of the one step of plain SGD; any value that moves the weights would do
@@ -58,32 +61,43 @@ def batch_of(config: RootConfig) -> tuple[Tensor, Tensor, Tensor | None]:
     return inputs, targets, keys
 
 
-def measure(config: RootConfig, rank: int, group: dist.ProcessGroup | None, engine: Engine | None = None) -> Measured:
+def measure(
+    config: RootConfig,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    engine: Engine | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Measured:
     """One optimizer step of this rank through the engine of `config`: flushes, tied sum, norm, clipping, SGD.
 
-    `group`: the ranks of the layout (None when there is one). All of them call it.
+    `group`: the ranks of the layout (None when there is one); `mesh`: `make_mesh`'s. All of them call it. Gradients and
+    weights that ranks share are put together.
     """
-    engine = engine or build_engine(config, rank=rank, device=torch.device("cpu"), group=group)
+    engine = engine or build_engine(config, rank=rank, device=torch.device("cpu"), group=group, mesh=mesh)
+    where = place(rank, config.parallel)
     try:
         inputs, targets, keys = batch_of(config)
         flush = len(inputs) // config.train.accumulate
+        part = flush // config.parallel.data
         loss = 0.0
         for start in range(0, len(inputs), flush):
-            rows = slice(start, start + flush)
+            first = start + where.data * part
+            rows = slice(first, first + part)
             batch = Batch(
                 inputs[rows] if engine.needs_inputs else None,
                 targets[rows] if engine.needs_targets else None,
                 None if keys is None else keys[rows],
             )
-            loss += float(engine.step(batch, 1.0 / inputs.numel()))
+            loss += float(engine.step(batch, 1.0 / inputs.numel(), last=start + flush == len(inputs)))
         engine.sum_tied_gradients()
-        norm = global_norm(engine.parameters, canonical_order(describe(config.model)), engine.tied, group)
-        gradients = {name: parameter.grad.clone() for name, parameter in engine.parameters.items()}
+        norm = global_norm(engine.parameters, canonical_order(describe(config.model)), engine.tied, group, where)
+        gradients = {name: whole(parameter.grad).clone() for name, parameter in engine.parameters.items()}
         if config.optimizer.clip_norm is not None:
             clip_(engine.parameters, norm, config.optimizer.clip_norm)
-        torch.optim.SGD(engine.parameters.values(), lr=LEARNING_RATE).step()
-        weights = {name: parameter.detach() for name, parameter in engine.parameters.items()}
-        return Measured(loss, float(norm), gradients, weights)
+        torch.optim.SGD(engine.parameters.values(), lr=LEARNING_RATE, foreach=False).step()
+        weights = {name: whole(parameter.detach()) for name, parameter in engine.parameters.items()}
+        own_loss = loss if where.tensor == 0 else 0.0  # the same on all tensor ranks
+        return Measured(own_loss, float(norm), gradients, weights)
     finally:
         engine.close()
 
@@ -117,16 +131,20 @@ def reference(config: RootConfig) -> Measured:
 def compare(config: RootConfig, ranks: list[Measured], expected: Measured) -> Report:
     """Every rank's numbers against the reference's; a parameter that no rank has, or two have, counts as infinite."""
     tied = {copy: owner for layer in describe(config.model) for copy, owner in layer.tied.items()}
-    rows, seen = [], []
+    rows, seen = [], set()
     for rank, measured in enumerate(ranks):
         for name, gradient in measured.gradients.items():
             owner = tied.get(name, name)
             gradient_error = _relative(gradient, expected.gradients[owner])
             weight_error = _relative(measured.weights[name], expected.weights[owner])
-            twice = math.inf if name in seen else 0.0
+            key = (place(rank, config.parallel)[1:], name)  # each pipeline has the model once
+            twice = math.inf if key in seen else 0.0
             rows.append(Row(name, rank, max(gradient_error, twice), weight_error))
-            seen.append(name)
-    rows += [Row(name, -1, math.inf, math.inf) for name in [*expected.gradients, *tied] if name not in seen]
+            seen.add(key)
+    _, data, tensor = mesh_shape(config.parallel)
+    for where in product(range(data), range(tensor)):
+        names = [name for name in [*expected.gradients, *tied] if (where, name) not in seen]
+        rows += [Row(name, -1, math.inf, math.inf) for name in names]
     rows.sort(key=lambda row: -max(row.gradient_error, row.weight_error))
     loss = sum(measured.loss for measured in ranks)
     norms = [abs(measured.norm / expected.norm - 1) for measured in ranks]
@@ -150,13 +168,18 @@ def main(folder: Path) -> None:
         configs = [from_dict(values) for values in json.loads((folder / "cases.json").read_text())]
         dist.init_process_group("gloo", timeout=timedelta(seconds=configs[0].train.stall_timeout_s))
         groups = {world: dist.group.WORLD} if world > 1 else {}
+        meshes: dict[Place, DeviceMesh | None] = {}
         reports, expected = [], {}
         for number, config in enumerate(configs):
             needed = num_ranks(config.parallel)
             if needed > 1 and needed not in groups:
                 groups[needed] = dist.new_group(list(range(needed)))  # every rank makes it, in the same order
+            shape = mesh_shape(config.parallel)
+            if shape not in meshes:
+                meshes[shape] = make_mesh(config.parallel, "cpu")
             if rank < needed:
-                torch.save(asdict(measure(config, rank, groups.get(needed))), _path(folder, rank))
+                measured = measure(config, rank, groups.get(needed), mesh=meshes[shape])
+                torch.save(asdict(measured), _path(folder, rank))
             if world > 1:
                 dist.barrier()
             if rank == 0:

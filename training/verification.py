@@ -18,7 +18,7 @@ from conf.check import check
 from conf.resolve import resolve
 from conf.schema import RootConfig, VerifyConfig, to_dict
 from models.describe import describe, num_parameters
-from pipeline.partition import num_ranks
+from pipeline.placement import num_ranks
 from pipeline.schedule import SCHEDULES, make_schedule
 from planning.balance import resolved_balance
 from planning.memory import machine_memory_bytes

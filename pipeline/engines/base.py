@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from pipeline.action import Schedule
 from pipeline.engines.clock import Clock
 
 NamedLayers = list[tuple[str, nn.Module]]
@@ -25,10 +26,11 @@ class Batch:
     inputs: Tensor | None  # token ids, int64 [N, T]: the rank with the first stage
     targets: Tensor | None  # token ids, int64 [N, T]: the rank with the last stage
     keys: Tensor | None = None  # dropout keys, int64 [N]: every rank; None = no dropout
+    documents: Tensor | None = None  # document of each token, int64 [N, T]: every rank; None = attention may cross them
 
     def chunk(self, chunks: int) -> list[Batch]:
         """Equal micro-batches, in order; N must be divisible by `chunks`."""
-        whole = (self.inputs, self.targets, self.keys)
+        whole = (self.inputs, self.targets, self.keys, self.documents)
         pieces = [[None] * chunks if tensor is None else tensor.tensor_split(chunks) for tensor in whole]
         return [Batch(*piece) for piece in zip(*pieces, strict=True)]
 
@@ -37,7 +39,7 @@ class Stage(nn.Module):
     """A contiguous run of named layers as one module: x -> x, with autocast and activation checkpointing inside.
 
     Args:
-        layers: (canonical name, module) pairs; a module is called as module(x, key).
+        layers: (canonical name, module) pairs; a module is called as module(x, key), or module(x, key, documents).
         precision: "bfloat16" enters autocast here, inside the stage, since a worker thread would lose it outside.
         checkpoint, interval: see `ParallelConfig`; units of `interval` consecutive blocks are recomputed together.
     """
@@ -60,22 +62,23 @@ class Stage(nn.Module):
             for own, parameter in module.named_parameters()
         }
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        extra = (key,) if documents is None else (key, documents)
         saves = self.checkpoint == "never" or (self.checkpoint == "except_last" and self.is_last_microbatch)
         saves = saves or not torch.is_grad_enabled()
         context = torch.autocast(x.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
         with context:
             for unit in self.units:
                 if saves or not self.names[unit[0]].startswith("block."):
-                    x = self._run(unit, x, key)
+                    x = self._run(unit, x, *extra)
                 else:  # masks are keyed, so there is no generator state to keep for the second forward
-                    x = recompute(self._run, unit, x, key, use_reentrant=False, preserve_rng_state=False)
+                    x = recompute(self._run, unit, x, *extra, use_reentrant=False, preserve_rng_state=False)
         # messages have one dtype whatever the cut (bfloat16 -> float32 -> bfloat16 is exact); logits stay as they are
         return x.float() if self.autocast and x.dtype == torch.bfloat16 and self.names[-1] != "head" else x
 
-    def _run(self, unit: list[int], x: Tensor, key: Tensor | None) -> Tensor:
+    def _run(self, unit: list[int], x: Tensor, *extra: Tensor | None) -> Tensor:
         for index in unit:
-            x = self.layers[index](x, key)
+            x = self.layers[index](x, *extra)
         return x
 
 
@@ -88,6 +91,16 @@ def _units(names: list[str], interval: int) -> list[list[int]]:
         else:
             units.append([index])
     return units
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that ranks share (a DTensor); the tensor itself where they do not. No copy."""
+    return tensor.to_local() if is_shared(tensor) else tensor
+
+
+def is_shared(tensor: Tensor | None) -> bool:
+    """Whether it is a DTensor, told without importing the module that has it."""
+    return hasattr(tensor, "placements")
 
 
 class Engine:
@@ -118,14 +131,16 @@ class Engine:
         self.needs_targets = num_stages - 1 in self.stages
         self.scale = 1.0
         self.clock = Clock()
+        self.schedule: Schedule | None = None  # what the ranks execute; None: actions are not seen
 
-    def step(self, batch: Batch, scale: float) -> Tensor:
+    def step(self, batch: Batch, scale: float, *, last: bool = True) -> Tensor:
         """Forward and backward of one flush; gradients are added up.
 
         Args:
             batch: this rank's part of N = chunks * B sequences.
             scale: what a token's loss is multiplied by, once, here: 1 / (tokens of the whole optimizer step). No other
                 place scales loss or gradient.
+            last: the step's last flush: data ranks add up their gradients in it.
 
         Returns:
             float64 scalar: the scaled loss of the flush on the rank that holds the last stage, 0 elsewhere.
@@ -142,9 +157,14 @@ class Engine:
         return self.loss(logits, targets) * self.scale
 
     def sum_tied_gradients(self) -> None:
-        """Gives both copies of a tied weight the sum of both gradients; all ranks call it, after the last backward."""
+        """Gives both copies of a tied weight the sum of both gradients, and every tensor rank the whole gradient of a
+        weight that it shares; all ranks call it, after the last backward."""
+        for parameter in self.parameters.values():
+            gradient = parameter.grad
+            if is_shared(gradient) and gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
         for copy, owner in self.tied.items():
-            here = [self.parameters[name].grad for name in (owner, copy) if name in self.parameters]
+            here = [own_part(self.parameters[name].grad) for name in (owner, copy) if name in self.parameters]
             if len(here) == 2:
                 here[0].add_(here[1])
                 here[1].copy_(here[0])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pipeline.engines.base import Batch, Engine, Stage
 from pipeline.pipe import Pipe
+from pipeline.spans import FLUSH
 
 CPU_NOTE = (
     "fairscale on CPU: all stages share one worker thread, so they do not overlap and nothing is gained over "
@@ -29,10 +30,11 @@ class FairscaleEngine(Engine):
         modules = [_TupleStage(stage, self._last_loss if i == last else None) for i, stage in self.stages.items()]
         self._pipe = Pipe(modules, [1] * len(modules), devices=devices, chunks=chunks, checkpoint=checkpoint)
 
-    def step(self, batch: Batch, scale: float) -> Tensor:
+    def step(self, batch: Batch, scale: float, *, last: bool = True) -> Tensor:
         self.scale, self._loss_now = scale, self.scaled_loss
-        losses = self._pipe(_tuple(batch.inputs, batch.targets, batch.keys))
-        losses.sum().backward()
+        with self.clock.span(FLUSH, FLUSH):
+            losses = self._pipe(_tuple(batch))
+            losses.sum().backward()
         return losses.detach().double().sum().cpu()
 
     @torch.no_grad()
@@ -42,7 +44,9 @@ class FairscaleEngine(Engine):
         total = torch.zeros((), dtype=torch.float64)
         for row in range(0, sequences, self.chunks * self.microbatch):
             rows = slice(row, row + self.chunks * self.microbatch)
-            total += self._pipe(_tuple(batch.inputs[rows], batch.targets[rows], None)).double().sum().cpu()
+            documents = None if batch.documents is None else batch.documents[rows]
+            part = Batch(batch.inputs[rows], batch.targets[rows], documents=documents)
+            total += self._pipe(_tuple(part)).double().sum().cpu()
         self._pipe.train()
         return total
 
@@ -53,12 +57,13 @@ class FairscaleEngine(Engine):
         return self._loss_now(logits, targets)
 
 
-def _tuple(inputs: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
-    return (inputs, targets) if keys is None else (inputs, targets, keys)
+def _tuple(batch: Batch) -> tuple[Tensor, ...]:
+    return tuple(t for t in (batch.inputs, batch.targets, batch.keys, batch.documents) if t is not None)
 
 
 class _TupleStage(nn.Module):
-    """A stage in fairscale's contract: what later stages need (targets, dropout keys) travels with the activations.
+    """A stage in fairscale's contract: what later stages need (targets, dropout keys [B], documents [B, T]) travels
+    with the activations.
 
     The last stage gives its micro-batch's loss, shape [1], so that logits never outlive their micro-batch's graph.
     """
@@ -68,6 +73,6 @@ class _TupleStage(nn.Module):
         self.stage, self.loss = stage, loss
 
     def forward(self, values: tuple[Tensor, ...]):
-        x, targets, *key = values
-        x = self.stage(x, *key)
-        return (x, targets, *key) if self.loss is None else self.loss(x, targets).reshape(1)
+        x, targets, *extra = values
+        x = self.stage(x, **{"key" if tensor.dim() == 1 else "documents": tensor for tensor in extra})
+        return (x, targets, *extra) if self.loss is None else self.loss(x, targets).reshape(1)

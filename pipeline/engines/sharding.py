@@ -2,7 +2,7 @@
 
     none        every data rank holds everything; one all-reduce of the gradients a step (torch's replicate)
     optimizer   weights, gradients and optimizer state live in parts; one gather and one reduce-scatter a step (ZeRO-1's
-                memory for the optimizer: a pipeline holds whole weights and gradients from first forward to last backward)
+                memory for the optimizer: whole weights and gradients are there from first forward to last backward)
     gradients   as optimizer, and each micro-batch's gradients are reduced at once (ZeRO-2)
     full        as gradients for the weights too: gathered anew for each layer's forward and backward (ZeRO-3)
 
@@ -20,9 +20,9 @@ LEVELS = ("none", "optimizer", "gradients", "full")
 
 
 def share(module: nn.Module, mesh: DeviceMesh, level: str) -> None:
-    """Makes the ranks of the one-dimensional `mesh` data ranks of `module`, in place; for each layer, then for the stage
-    that holds them. Every rank must hold the same weights. Gradients are sums over data ranks, not means: the loss is
-    scaled by the tokens of all."""
+    """Makes the ranks of the one-dimensional `mesh` data ranks of `module`, in place; for each layer, then for the
+    stage that holds them. Every rank must hold the same weights. Gradients are sums over data ranks, not means: the
+    loss is scaled by the tokens of all."""
     if level == "none":
         replicate(module, mesh=mesh)
     else:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
-from pipeline.engines.base import Batch, Engine, Stage
+from pipeline.engines.base import Batch, Engine, LossFunction, Stage
 from pipeline.engines.torch_runtime import RunnableStage, Runtime
 from pipeline.schedule import Action, Schedule
 
@@ -20,6 +23,8 @@ class TorchEngine(Engine):
         boundary: shape of one sequence between stages, (T, D); dtype: of these messages.
         device: of this rank.
         group: the pipeline ranks, in order; None = all.
+        vocabulary_parallel: the last stage's logits are shared among tensor ranks, by vocabulary.
+        reduces_each: data ranks add up their gradients after each micro-batch, not in the last of a step.
         Others as `Engine`.
 
     Raises ValueError for compiled layers under a schedule with I and W: their backward cannot be split (torch issue
@@ -35,11 +40,18 @@ class TorchEngine(Engine):
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        vocabulary_parallel: bool = False,
+        reduces_each: bool = False,
         **common,
     ):
         if schedule.splits_backward:
             _refuse_compiled(stages, schedule)
+        self._resources = contextlib.ExitStack()
+        if vocabulary_parallel:
+            self._resources.enter_context(loss_parallel())  # until close(): backward needs it too
+            common["loss"] = _of_shared_logits(common["loss"])
         super().__init__(stages, num_stages=schedule.num_stages, chunks=schedule.chunks, **common)
+        self.reduces_each = reduces_each
         self.schedule, self.boundary, self.dtype, self.device = schedule, boundary, dtype, device
         self.group = group if group is not None else dist.group.WORLD
         self._runtimes: dict[tuple[int, int, bool], Runtime] = {}
@@ -56,11 +68,9 @@ class TorchEngine(Engine):
             work.wait()
         return received
 
-    def step(self, batch: Batch, scale: float) -> Tensor:
+    def step(self, batch: Batch, scale: float, *, last: bool = True) -> Tensor:
         self.scale = scale
-        return self._runtime(self.chunks, self.microbatch, train=True).run(
-            batch.inputs, batch.targets, batch.keys, train=True
-        )
+        return self._runtime(self.chunks, self.microbatch, train=True).run(batch, train=True, reduces=last)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, sequences: int) -> Tensor:
@@ -70,9 +80,12 @@ class TorchEngine(Engine):
             microbatch = min(self.microbatch, sequences - row)
             chunks = min(self.chunks, (sequences - row) // microbatch)
             rows = slice(row, row + chunks * microbatch)
-            inputs = batch.inputs[rows] if self.needs_inputs else None
-            targets = batch.targets[rows] if self.needs_targets else None
-            total += self._runtime(chunks, microbatch, train=False).run(inputs, targets, None, train=False)
+            part = Batch(
+                batch.inputs[rows] if self.needs_inputs else None,
+                batch.targets[rows] if self.needs_targets else None,
+                documents=None if batch.documents is None else batch.documents[rows],
+            )
+            total += self._runtime(chunks, microbatch, train=False).run(part, train=False)
             row = rows.stop
         return total
 
@@ -88,6 +101,7 @@ class TorchEngine(Engine):
 
     def _runnable(self, index: int, chunks: int, microbatch: int, train: bool) -> RunnableStage:
         message = torch.empty(microbatch, *self.boundary, dtype=self.dtype, device="meta", requires_grad=train)
+        # torch never looks at the ids' length, which under sequence parallelism is not the message's
         tokens = torch.empty(microbatch, self.boundary[0], dtype=torch.int64, device="meta")
         return RunnableStage(
             self.stages[index],
@@ -99,7 +113,16 @@ class TorchEngine(Engine):
             group=self.group,
             chunks=chunks,
             clock=self.clock,
+            reduces_each=self.reduces_each,
         )
+
+    def close(self) -> None:
+        self._resources.close()
+
+
+def _of_shared_logits(loss: LossFunction) -> LossFunction:
+    """The same number on every tensor rank, as a plain tensor."""
+    return lambda logits, targets: loss(logits, targets).full_tensor()
 
 
 def forward_only(schedule: Schedule, chunks: int) -> list[list[Action]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
@@ -18,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from pipeline.action import Action
+from pipeline.engines.base import Batch
 from pipeline.engines.clock import Clock
 
 
@@ -37,16 +39,20 @@ def backward_weight(parameters: list[Tensor], groups: list) -> None:
 class RunnableStage(PipelineStage):
     """A PipelineStage that tells its module which micro-batch it works on, and times itself."""
 
-    def __init__(self, *args, chunks: int, clock: Clock, **kwargs):
+    def __init__(self, *args, chunks: int, clock: Clock, reduces_each: bool = False, **kwargs):
+        """reduces_each: data ranks add up the gradients of each micro-batch; else of all, when `reduces` is set."""
         super().__init__(*args, **kwargs)
         self._last_chunk, self._clock = chunks - 1, clock
+        self._reduces_each, self.reduces = reduces_each, True
 
     def before(self, action: Action) -> None:
-        """Called when the input of `action` (F, B or I) is there, just before it runs, outside its time."""
+        """Called when the input of `action` is there, just before it runs, outside its time. One that waits for more
+        than torch's message says so by `self._clock.arrived()`."""
 
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
         self.submod.is_last_microbatch = fwd_chunk_id == self._last_chunk
         action = Action(self.stage_index, "F", fwd_chunk_id)
+        self._clock.arrived()
         self.before(action)
         output = self._clock.run(action, super().forward_one_chunk, fwd_chunk_id, args, kwargs, save_forward_output)
         if self.is_last and not self.has_backward:
@@ -55,12 +61,36 @@ class RunnableStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         action = Action(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)
+        self._clock.arrived()
         self.before(action)
         return self._clock.run(action, super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
         action = Action(self.stage_index, "W", bwd_chunk_id)
+        self.before(action)
         return self._clock.run(action, super().backward_weight_one_chunk, bwd_chunk_id, last_backward)
+
+    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+        if not (self._reduces_each and isinstance(self.submod, FSDPModule)):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert backward_type == "full", "one stage has no use for a backward in two parts"
+        self.submod.set_is_last_backward(True)
+        self.submod.set_reshard_after_backward(False)
+        self.submod.set_requires_gradient_sync(True)
+        return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]), None
+
+    def perform_reduce_grad(self, grad_scale_factor):
+        """Where the schedule is done with a stage; a flush that is not a step's last leaves gradients as they are."""
+        if self.reduces:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def get_fwd_send_ops(self, fwd_chunk_id):
+        self._clock.sends()
+        return _Sends(super().get_fwd_send_ops(fwd_chunk_id), self._clock.sent)
+
+    def get_bwd_send_ops(self, bwd_chunk_id):
+        self._clock.sends()
+        return _Sends(super().get_bwd_send_ops(bwd_chunk_id), self._clock.sent)
 
 
 class Runtime(_PipelineScheduleRuntime):
@@ -102,17 +132,32 @@ class Runtime(_PipelineScheduleRuntime):
     def _update_losses(self, stages, losses):
         pass
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None, keys: Tensor | None, *, train: bool) -> Tensor:
-        """One flush; float64 sum of the losses, added in micro-batch order (0 where the last stage is not here)."""
-        args = () if inputs is None else (inputs,)
-        kwargs = {} if keys is None else {"key": keys}
+    def run(self, batch: Batch, *, train: bool, reduces: bool = True) -> Tensor:
+        """One flush; float64 sum of the losses, added in micro-batch order (0 where the last stage is not here).
+        reduces: data ranks add up their gradients at its end."""
+        args = () if batch.inputs is None else (batch.inputs,)
+        extra = {"key": batch.keys, "documents": batch.documents}
+        for stage in self._stages:
+            stage.reduces = reduces
         call = self.step if train else self.eval
-        call(*args, target=targets, return_outputs=False, **kwargs)
+        call(*args, target=batch.targets, return_outputs=False, **{k: v for k, v in extra.items() if v is not None})
         total = torch.zeros((), dtype=torch.float64)
         for index in sorted(self._losses):
             total += self._losses[index].detach().to(total)
         self._losses.clear()
         return total
+
+
+class _Sends(list):
+    """Operations that torch goes through to start them; when it has come to the end, that is told."""
+
+    def __init__(self, operations, done):
+        super().__init__(operations)
+        self._done = done
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self._done()
 
 
 class _Receives(dict):

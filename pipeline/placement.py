@@ -1,0 +1,57 @@
+"""Which part of a layout each process is: ranks are numbered tensor first, then data, then pipeline. No torch.
+
+stages=2 data=2 tensor=2      pipeline rank 0        pipeline rank 1
+                 data rank 0  0 1                    4 5             tensor ranks side by side: they talk most and
+                 data rank 1  2 3                    6 7             stay inside a node; pipeline ranks talk least
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from conf.schema import ParallelConfig
+
+DIMENSIONS = ("pipeline", "data", "tensor")  # of the device mesh, outermost first
+
+
+class Place(NamedTuple):
+    """A rank's coordinates in the device mesh."""
+
+    pipeline: int = 0
+    data: int = 0
+    tensor: int = 0
+
+
+FIRST = Place()  # also of a layout with one rank
+
+
+def mesh_shape(parallel: ParallelConfig) -> Place:
+    """Pipeline, data and tensor ranks; the engines other than torch are one process."""
+    return Place(parallel.stages, parallel.data, parallel.tensor) if parallel.engine == "torch" else Place(1, 1, 1)
+
+
+def num_ranks(parallel: ParallelConfig) -> int:
+    """Processes that a run of this layout needs."""
+    p, d, t = mesh_shape(parallel)
+    return p * d * t
+
+
+def place(rank: int, parallel: ParallelConfig) -> Place:
+    """Of a rank 0 .. num_ranks - 1."""
+    _, d, t = mesh_shape(parallel)
+    return Place(rank // (d * t), rank // t % d, rank % t)
+
+
+def placement_lines(parallel: ParallelConfig, devices_per_node: int | None) -> list[str]:
+    """Where the ranks of a layout with data or tensor ranks go, for the reader; empty for a pipeline alone."""
+    p, d, t = mesh_shape(parallel)
+    if d * t == 1:
+        return []
+    lines = [f"{p} pipeline x {d} data x {t} tensor ranks; rank = (pipeline x {d} + data) x {t} + tensor"]
+    if devices_per_node:
+        nodes = -(-p * d * t // devices_per_node)
+        inside = [f"tensor {min(t, devices_per_node)} of {t}"]
+        inside.append(f"data {min(d, max(1, devices_per_node // t))} of {d}")
+        inside.append(f"pipeline {min(p, max(1, devices_per_node // (t * d)))} of {p}")
+        lines.append(f"{nodes} node{'s' * (nodes > 1)} of {devices_per_node} devices; inside one: {', '.join(inside)}")
+    return lines
