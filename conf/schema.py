@@ -153,6 +153,8 @@ class TrainConfig:
     log_every: Optional[int] = None  # steps between printed lines; null = about 20 lines a run
     # steps kept in timeline.json: so many after warm-up, or a list of steps (from 1); 0 = none, and none is explained
     trace: Any = 3
+    # steps kept in timeline.json: so many after warm-up, or a list of steps (from 1); 0 = none, and none is explained
+    trace: Any = 3
     checkpoint_every: Optional[int] = None  # steps; null = by hardware (cpu: at the end and at a stop only); 0 = never
     keep_checkpoints: int = 2  # the newest complete ones; older ones are deleted
     max_restarts: int = 0  # times that all ranks start again from the newest checkpoint after one has died

@@ -23,7 +23,13 @@ def test_methods_that_are_overridden_have_the_same_parameters():
         (
             torch_runtime.RunnableStage,
             PipelineStage,
-            ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"],
+            [
+                "forward_one_chunk",
+                "backward_one_chunk",
+                "backward_weight_one_chunk",
+                "get_fwd_send_ops",
+                "get_bwd_send_ops",
+            ],
         ),
         (
             torch_runtime.Runtime,
@@ -53,10 +59,19 @@ def _executed(rank: int, world: int, case) -> list[str]:
 
     engine = build_engine(case, rank=rank, device=torch.device("cpu"))
     inputs, targets = cases.tokens(case.train.global_batch)
-    engine.clock.on = True
+    engine.clock.begin()
     engine.step(Batch(inputs, targets), 1.0)
-    timings = engine.clock.timings
+    timings = engine.clock.end().timings
     assert all(0 < timing.start_s <= timing.end_s for timing in timings)
+    # stage 1's F and stage 0's B wait for a message, and stage 0's F and stage 1's B send one
+    for timing in timings:
+        waits = (timing.action.kind == "F") == (rank == 1)
+        assert (timing.wait_s is not None) == (timing.arrived_s is not None) == waits
+        assert (timing.sent_s is not None) == (timing.handed_s is not None) == (not waits)
+        if waits:
+            assert timing.wait_s <= timing.arrived_s <= timing.start_s
+        else:
+            assert timing.end_s <= timing.sent_s <= timing.handed_s
     assert all(a.end_s <= b.start_s for a, b in zip(timings, timings[1:], strict=False))
     return [str(timing.action) for timing in timings]
 

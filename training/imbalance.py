@@ -7,62 +7,50 @@ from collections import deque
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from conf.device import num_cores
 from conf.schema import RootConfig
 from models.describe import describe
-from pipeline.engines.base import Engine
 from pipeline.optimum import bounds
 from pipeline.partition import rank_of_stage
 from pipeline.schedule import make_schedule
 from pipeline.simulate import simulate
+from pipeline.spans import Timing
 from planning.balance import predicted_times, resolved_balance
 from training.ranks import Ranks
 
 WARM_UP = 2  # steps that are not looked at
 WINDOW = 50  # the last steps count
-ACCELERATOR_STEPS = 5  # steps looked at where timing makes the host wait for the device
 TRUST = 0.03  # of predicted ratios between kinds of layers, against what was measured: breaks ties between them
 WORTH_SAYING = 0.01  # of a step
 
 
 class Watch:
-    """Adds up the executed actions of each step by model stage. Costs two time stamps an action on CPU."""
+    """Adds up the executed actions of each step by model stage."""
 
-    def __init__(self, config: RootConfig, engine: Engine, ranks: Ranks):
+    def __init__(self, config: RootConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
         parallel = config.parallel
-        self.clock = engine.clock if parallel.engine == "torch" and parallel.stages > 1 else None
+        self.looks = parallel.engine == "torch" and parallel.stages > 1
         self.seen = 0  # steps of this process, which may have resumed a run
-        self.last_step = None
-        if self.clock is not None and ranks.device.type == "cuda":
-            self.last_step = WARM_UP + ACCELERATOR_STEPS
-            # the stream and not the device: messages that are still under way must not be waited for
-            self.clock.settle = lambda: torch.cuda.current_stream().synchronize()
         # of each step, for every model stage (0 for those of other ranks): seconds of its forwards, and of the rest
         self.steps: deque[tuple[list[float], list[float]]] = deque(maxlen=WINDOW)
 
-    def before_step(self) -> None:
-        if self.clock is not None:
-            self.clock.on = self.seen >= WARM_UP and (self.last_step is None or self.seen < self.last_step)
-            self.seen += 1
-
-    def after_step(self) -> None:
-        if self.clock is None or not self.clock.on:
+    def after_step(self, timings: list[Timing]) -> None:
+        """Takes what was executed in a step."""
+        self.seen += 1
+        if not self.looks or self.seen <= WARM_UP:
             return
         stages = len(rank_of_stage(self.config.parallel))
         forward, backward = [0.0] * stages, [0.0] * stages
-        for timing in self.clock.timings:
+        for timing in timings:
             seconds = forward if timing.action.kind == "F" else backward
             seconds[timing.action.stage] += timing.end_s - timing.start_s
         self.steps.append((forward, backward))
-        self.clock.timings.clear()
-        self.clock.on = False  # a validation is not timed
 
     def report(self) -> dict | None:
         """What was found, on rank 0; all ranks call it. None: one stage, or a run too short to tell."""
-        if self.clock is None:
+        if not self.looks:
             return None
         stages = len(rank_of_stage(self.config.parallel))
         micro_batches = self.config.train.accumulate * self.config.parallel.chunks

@@ -12,6 +12,7 @@ from conf.schema import RootConfig
 from models.describe import describe, model_flops_per_token
 from models.dropout import sample_keys
 from pipeline.engines.base import Batch, Engine
+from pipeline.spans import DATA, OPTIMIZER, REDUCE
 from training import faults, imbalance
 from training.build import build_engine, canonical_order, engine_class
 from training.checkpoint import Checkpoints, Position
@@ -19,6 +20,7 @@ from training.data import Batches, Corpus
 from training.optimizer import clip_, global_norm, learning_rate, make_optimizer
 from training.progress import Progress
 from training.ranks import Ranks
+from training.timeline import Tracer
 
 
 class NonFiniteError(ArithmeticError):
@@ -54,7 +56,7 @@ class Trainer:
         ranks.start_counting_memory()
         self.engine: Engine = build_engine(config, rank=ranks.rank, device=ranks.device)
         self.engine.clock.board = ranks.board
-        self.watch = imbalance.Watch(config, self.engine, ranks)
+        self.watch = imbalance.Watch(config, ranks)
         layers = describe(config.model)
         self.order = canonical_order(layers)
         self.optimizer = make_optimizer(config.optimizer, self.engine.parameters, self.engine.tied)
@@ -81,22 +83,28 @@ class Trainer:
         loss = 0.0
         for index in range(config.train.accumulate):
             first = step * config.train.global_batch + index * self.flush
-            loss += float(engine.step(self.batch(step, first), 1.0 / self.tokens_per_step))
-        with self.ranks.together("the sum of a tied weight's gradients"):
+            with engine.clock.span(DATA, DATA):
+                batch = self.batch(step, first)
+            loss += float(engine.step(batch, 1.0 / self.tokens_per_step))
+        label = "the sum of a tied weight's gradients"
+        with self.ranks.together(label), engine.clock.span(REDUCE, label):
             engine.sum_tied_gradients()
-        with self.ranks.together("the gradient norm"):
+        label = "the gradient norm"
+        with self.ranks.together(label), engine.clock.span(REDUCE, label):
             norm = float(global_norm(engine.parameters, self.order, engine.tied, self._group()))
-        loss, stop, out_of_time, *memory = self._agree(loss)
+        with engine.clock.span(REDUCE, "the step's figures"):
+            loss, stop, out_of_time, *memory = self._agree(loss)
         rate = learning_rate(config.optimizer, step, config.train.steps)
         outcome = Outcome(loss, norm, rate, stop > 0, out_of_time > 0, [int(value) for value in memory])
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._nonfinite(step, outcome)
             return outcome
-        if config.optimizer.clip_norm is not None:
-            clip_(engine.parameters, norm, config.optimizer.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        with engine.clock.span(OPTIMIZER, OPTIMIZER):
+            if config.optimizer.clip_norm is not None:
+                clip_(engine.parameters, norm, config.optimizer.clip_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
         return outcome
 
     def validate(self) -> float:
@@ -161,20 +169,23 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
     """
     config, ranks = trainer.config, trainer.ranks
     progress = Progress(config.train.steps, config.train.log_every, first=start.step) if ranks.rank == 0 else None
+    tracer = Tracer(config, trainer.engine, ranks, recorder, start.step)
     done, skipped, reason, validated = start.step, start.skipped, None, {}
     if not start.validated and _validation_due(config, done):
         validated = _validate(trainer, recorder, progress, done)
     while done < config.train.steps:
-        trainer.watch.before_step()
         begin = time.perf_counter()
+        trainer.engine.clock.begin()
         faults.before_step(config.fault, ranks.rank, done + 1, checkpoints.run_dir)
         outcome = trainer.step(done)
         seconds = time.perf_counter() - begin
-        trainer.watch.after_step()
+        measured = trainer.engine.clock.end()
+        trainer.watch.after_step(measured.timings)
         done += 1
+        spent = tracer.after_step(done, measured)
         skipped += outcome.skipped
         if progress is not None:
-            recorder.step(_metrics(trainer, done, outcome, seconds, skipped))
+            recorder.step(_metrics(trainer, done, outcome, seconds, skipped) | spent)
             progress.step(done, outcome.loss, outcome.learning_rate, trainer.tokens_per_step / seconds, seconds)
         if outcome.stop or outcome.out_of_time:
             reason = "signal" if outcome.stop else "max_minutes"

@@ -1,0 +1,156 @@
+"""Where a run's time goes: logged steps explained, some kept as timeline.json and timeline.png; on rank 0.
+
+    metrics.jsonl   of a logged step: `time` (pipeline/bubble.py's parts, one number a rank), `where`, `data_wait_s`,
+                    `bubble_fraction`, `bubble_fraction_ideal`, `bubble_fraction_simulated`
+    timeline.json   every action of the steps of train.trace; opens in Perfetto (pipeline/trace.py)
+    timeline.png    one of them, drawn above the predicted step
+
+Only rank 0's pipeline is gathered; its replicas, if there are any, do the same. All ranks of it call `after_step`, once
+the step is over, so nothing of this is in a step's time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from conf.device import num_cores
+from conf.schema import RootConfig
+from pipeline import trace
+from pipeline.bubble import Explanation, explain
+from pipeline.engines.base import Engine
+from pipeline.placement import num_ranks
+from pipeline.schedule import bubble_ideal
+from pipeline.spans import DATA, RankStep
+from training import clocks
+from training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from training.record import Recorder
+
+WARM_UP = 2  # steps of this process that are not kept, unless they are asked for by number
+UNSEEN = "fairscale runs its stages itself: actions, waiting and messages are not told apart, and no bubble is measured"
+
+
+class Tracer:
+    """Gathers the steps that are logged or kept, explains them, and writes the timeline.
+
+    Args:
+        recorder: on rank 0, None on the others.
+        done: steps before the first of this process.
+    """
+
+    def __init__(self, config: RootConfig, engine: Engine, ranks: Ranks, recorder: Recorder | None, done: int):
+        self.config, self.engine, self.ranks, self.recorder = config, engine, ranks, recorder
+        self.schedule = engine.schedule
+        self.first = done + 1
+        self.kept = kept_steps(config.train.trace, done, config.train.steps)
+        self.group, self.members = _pipeline_of_rank_0(engine, ranks)
+        self.clocks: clocks.Offsets | None = None
+        self.events: list[dict] = []
+        self.origin_s: float | None = None
+        if ranks.device.type == "cuda":
+            from pipeline.engines.cuda_stamps import CudaStamps
+
+            engine.clock.stamps = CudaStamps()
+
+    def after_step(self, step: int, measured: RankStep) -> dict:
+        """Of step number `step` (from 1): what its record in metrics.jsonl gets on rank 0, empty on other ranks and
+        where the step is not looked at. All ranks call it."""
+        keeps, every = step in self.kept, self.config.train.log_every
+        if not self.config.train.trace:
+            return {}
+        if not (keeps or step == self.first or step % every == 0 or step == self.config.train.steps):
+            return {}
+        if self.ranks.rank not in self.members:
+            return {}
+        with self.ranks.together("the timeline"):
+            steps = self._gather(measured)
+            figures = {} if steps is None else self._look_at(step, steps, keeps)
+            if self.group is not None:  # all begin the next step together: it is not to wait for this
+                dist.barrier(self.group)
+        return figures
+
+    def _gather(self, measured: RankStep) -> list[RankStep] | None:
+        """On rank 0: the step of every rank of its pipeline, on rank 0's clock."""
+        if self.group is None:
+            return [measured]
+        if self.clocks is None or not self.clocks.shared:  # clocks of several machines drift
+            self.clocks = clocks.align(self.group, self.members, self.ranks.rank)
+        steps = [None] * len(self.members) if self.ranks.rank == 0 else None
+        dist.gather_object(measured, steps, dst=0, group=self.group)
+        if steps is None:
+            return None
+        return [step.moved(-offset) for step, offset in zip(steps, self.clocks.applied_s, strict=True)]
+
+    def _look_at(self, step: int, steps: list[RankStep], keeps: bool) -> dict:
+        waits = [sum(s.end_s - s.start_s for s in rank.spans if s.kind == DATA) for rank in steps]
+        figures: dict = {"data_wait_s": max(waits)}
+        explanation = None
+        if self.schedule is not None:
+            explanation = explain(self.schedule, steps)
+            figures |= {
+                "time": explanation.parts,
+                "where": explanation.where,
+                "bubble_fraction": explanation.bubble_fraction,
+                "bubble_fraction_ideal": bubble_ideal(self.schedule),
+                "bubble_fraction_simulated": explanation.bubble_fraction_simulated,
+            }
+        if keeps:
+            self._keep(step, steps, explanation)
+        return figures
+
+    def _keep(self, step: int, steps: list[RankStep], explanation: Explanation | None) -> None:
+        """Adds the step to timeline.json."""
+        if self.origin_s is None:
+            self.origin_s = min(rank.begin_s for rank in steps)
+            self.events = trace.names(f"{self.config.model.name} {self.config.parallel.name}", len(steps))
+        self.events += trace.events(step, self.schedule, steps, self.origin_s)
+        text = json.dumps(trace.document(self.events, self._about()), separators=(",", ":"))
+        _write(self.recorder.run_dir / "timeline.json", text)
+
+    def _about(self) -> dict:
+        about = {"ranks": self.members, "steps": sorted(self.kept), "schedule": self.config.parallel.schedule}
+        if self.clocks is not None:
+            about["clocks"] = self.clocks.to_dict()
+        if self.schedule is None:
+            about["note"] = UNSEEN
+        elif (note := crowded(self.config)) is not None:
+            about["note"] = note
+        return about
+
+
+def kept_steps(wanted: int | list[int], done: int, last: int) -> set[int]:
+    """The steps (from 1) of a process that goes on from `done` which timeline.json keeps: so many after warm-up, or in
+    a short run the last ones; or those of the list."""
+    if isinstance(wanted, int):
+        first = max(done + 1, min(done + 1 + WARM_UP, last - wanted + 1))
+        return set(range(first, min(last, first + wanted - 1) + 1))
+    return set(wanted)
+
+
+def crowded(config: RootConfig) -> str | None:
+    """What is to be said of a measured bubble where ranks wait for cores; None where they do not."""
+    ranks, cores = num_ranks(config.parallel), num_cores()
+    if config.hardware.device != "cpu" or ranks <= cores:
+        return None
+    return f"{ranks} ranks share {cores} cores: they wait for a core as well, so the measured bubble means little"
+
+
+def _pipeline_of_rank_0(engine: Engine, ranks: Ranks) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """The ranks of rank 0's pipeline, and a group of theirs over gloo, whatever the training's messages run over."""
+    if ranks.world == 1:
+        return None, [0]
+    members = [dist.get_process_group_ranks(engine.group)]
+    dist.broadcast_object_list(members, src=0, device=ranks.device)
+    return dist.new_group(members[0], backend="gloo"), members[0]
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(text)
+    os.replace(partial, path)
