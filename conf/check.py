@@ -99,7 +99,7 @@ def check(config: RootConfig, *, here: bool = True) -> list[str]:
     _check_whole_matrices(config)
     check_emulation(config, here=here)
     if here and not config.emulate.enabled:
-        _check_implemented(config.parallel)
+        _check_selective(config.parallel)
         check_data(config.data)
         _check_device(config)
     return list(_warnings(config))
@@ -195,6 +195,7 @@ def _check_layout(config: RootConfig) -> None:
         make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
     model_stages = parallel.stages * parallel.interleave
     if isinstance(parallel.balance, str):
+        from pipeline.action import Impossible
         from pipeline.partition import BALANCES
 
         if parallel.balance not in BALANCES:
@@ -204,7 +205,7 @@ def _check_layout(config: RootConfig) -> None:
             )
         layers, what = (blocks, "blocks") if parallel.balance == "uniform" else (_num_layers(config), "layers")
         if model_stages > layers:
-            raise ValueError(
+            raise Impossible(
                 f"{model_stages} model stages (parallel.stages={parallel.stages} x parallel.interleave="
                 f"{parallel.interleave}) are more than the {layers} {what} of model={config.model.name}: "
                 f"use at most {layers} stages, or a model with more blocks"
@@ -261,13 +262,13 @@ def _check_ranks(config: RootConfig) -> None:
             f"parallel.shard=gradients brings nothing with parallel.stages={parallel.stages}: a pipeline holds whole "
             "gradients until the step's end; set parallel.shard=optimizer"
         )
-    if shard == "full" and parallel.engine == "torch" and parallel.stages > 1:
+    if shard in ("gradients", "full") and parallel.engine == "torch":
         from pipeline.schedule import make_schedule
 
         schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
         if schedule.splits_backward:
             raise ValueError(
-                f"parallel.shard=full loses gradients with parallel.schedule={parallel.schedule}, whose backward is "
+                f"parallel.shard={shard} loses gradients with parallel.schedule={parallel.schedule}, whose backward is "
                 "split in two: set parallel.shard=optimizer, or parallel.schedule=1f1b"
             )
 
@@ -286,18 +287,13 @@ def _check_whole_matrices(config: RootConfig) -> None:
             )
 
 
-def _check_implemented(parallel: ParallelConfig) -> None:
-    """What plan.py plans and train.py does not run yet: the one place to lift it."""
-    not_yet = {"tensor": 1, "data": 1, "sequence_parallel": False, "shard": "none"}
+def _check_selective(parallel: ParallelConfig) -> None:
+    """What plan.py plans and train.py has no use for."""
     if parallel.checkpoint == "selective":
         raise ValueError(
             "train.py does not run parallel.checkpoint=selective, and has no need to: its attention is fused and keeps "
             "no scores; plan.py plans it; train with never, except_last or always"
         )
-    for key, only in not_yet.items():
-        if (value := getattr(parallel, key)) != only:
-            value = str(value).lower() if isinstance(value, bool) else value
-            raise ValueError(f"train.py does not run parallel.{key}={value} yet; plan.py plans it")
 
 
 def _check_balance(balance: object, model_stages: int, blocks: int, layers: int) -> None:
@@ -353,10 +349,12 @@ def _check_device(config: RootConfig) -> None:
             "use hardware=auto or hardware=cpu"
         )
     joined = "RANK" in os.environ  # torchrun and Slurm start the ranks, maybe on other machines too
-    if parallel.engine != "single" and parallel.stages > found.count and not joined:
+    ranks = parallel.stages * parallel.data * parallel.tensor
+    if parallel.engine != "single" and ranks > found.count and not joined:
         raise ValueError(
-            f"parallel.stages={parallel.stages} needs as many accelerators and this machine has {found.count}: "
-            f"set parallel.stages to at most {found.count}, or start with torchrun on more machines"
+            f"parallel.stages={parallel.stages} x parallel.data={parallel.data} x parallel.tensor={parallel.tensor} needs "
+            f"{ranks} accelerators and this machine has {found.count}: take at most {found.count} ranks, or start with "
+            "torchrun on more machines"
         )
 
 

@@ -38,6 +38,10 @@ class Action(NamedTuple):
         return cls(int(match[1]), match[2], int(match[3]))
 
 
+class Impossible(ValueError):
+    """A layout that its schedule does not have: a sweep over schedules, stages and chunks leaves it out."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The order in which each rank runs its actions; sends and receives follow from it.

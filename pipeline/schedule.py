@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 
 from pipeline import own, published
-from pipeline.action import KINDS, Action, Schedule
+from pipeline.action import KINDS, Action, Impossible, Schedule
 from pipeline.check import check, feasible_order
 
 __all__ = [
     "KINDS",
     "SCHEDULES",
     "Action",
+    "Impossible",
     "Schedule",
     "bubble_ideal",
     "check",
@@ -43,7 +44,8 @@ def make_schedule(name: str, stages: int, chunks: int, interleave: int | None = 
 
     name: one of SCHEDULES, or a user's own: `path/to/file.py:function`, or a text file with the grid (pipeline/own.py).
     stages: pipeline ranks. chunks: micro-batches. interleave: model stages a rank; None = the schedule's own.
-    ValueError for an unknown name, numbers that do not fit the schedule, or a faulty schedule (pipeline/check.py).
+    ValueError for an unknown name or a faulty schedule (pipeline/check.py); Impossible, which is a ValueError, for
+    numbers that do not fit the schedule.
     """
     for key, value in (("stages", stages), ("chunks", chunks), ("interleave", interleave)):
         if value is not None and value < 1:
@@ -51,7 +53,10 @@ def make_schedule(name: str, stages: int, chunks: int, interleave: int | None = 
     if name in SCHEDULES:
         if interleave is None:
             interleave = inspect.signature(SCHEDULES[name]).parameters["interleave"].default
-        actions = SCHEDULES[name](stages, chunks, interleave)
+        try:
+            actions = SCHEDULES[name](stages, chunks, interleave)
+        except ValueError as error:
+            raise Impossible(str(error)) from None
     elif own.is_own(name):
         actions, interleave = own.load(name, stages, chunks, interleave)
     else:

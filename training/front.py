@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.check import check
 from conf.resolve import resolve
 from conf.schema import RootConfig, to_dict
+from pipeline.action import Impossible
 from pipeline.partition import Certificate
 from pipeline.placement import num_ranks
 from pipeline.profile import Profile
@@ -77,7 +78,7 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
         else:
             _train(config, job, plan, found)
         jobs.append(job)
-    _say_end(job)
+    _say_end(job, jobs)
     if in_sweep and job.interrupted:
         raise KeyboardInterrupt
 
@@ -240,10 +241,13 @@ def _record_invalid(config: DictConfig, job: Job, error: Exception) -> None:
     job.run_dir = _claim_for(job)
     (job.run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
     status = "out_of_memory" if isinstance(error, announce.DoesNotFit) else "invalid"
+    if isinstance(error, Impossible):
+        status = "skipped"
     composed = None
     with suppress(*BAD_INPUT):
         composed = _to_object(config)
-    job.result = finish_failed(job.run_dir, status, composed, failure=one_line(error))
+    why = "reason" if status == "skipped" else "failure"
+    job.result = finish_failed(job.run_dir, status, composed, **{why: one_line(error)})
 
 
 # --- the run ---
@@ -307,7 +311,7 @@ def _say(plan: Plan) -> None:
         print("chosen     " + textwrap.fill(" ".join(chosen), 100, subsequent_indent=indent, break_on_hyphens=False))
 
 
-def _say_end(job: Job) -> None:
+def _say_end(job: Job, jobs: list[Job]) -> None:
     result = job.result
     if job.number is None and (comparison := outcome.table(result)):
         print("\n" + comparison)
@@ -316,7 +320,11 @@ def _say_end(job: Job) -> None:
         print("look at it: tensorboard --logdir experiments", flush=True)
     else:
         note = f": {result['failure']}" if result["status"] in sweep.BAD else ""
+        if result["status"] == "skipped":
+            note = f": {result['reason']}"
         print(f"job {job.number} {result['status']}{sweep.mark(result)}{note}: {job.run_dir}", flush=True)
+        if done := sweep.progress(jobs):
+            print(done, flush=True)
 
 
 def _how_to_go_on(job: Job) -> str:

@@ -32,7 +32,7 @@ class Progress:
             self.bar.set_postfix_str(figures, refresh=False)
             self.bar.update()
         elif done == 1 or done % self.log_every == 0 or done == self.steps:
-            left = _duration((self.steps - done) * step_time_s)
+            left = duration((self.steps - done) * step_time_s)
             print(f"step {done:>{len(str(self.steps))}}/{self.steps}  {figures}  {left} left", flush=True)
 
     def say(self, text: str) -> None:
@@ -56,7 +56,7 @@ def _is_terminal() -> bool:
     return size.lines > 0 and size.columns > 0
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

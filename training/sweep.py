@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,47 @@ class Job:
     number: int | None = None  # in a sweep, from 0
     result: dict = field(default_factory=dict)  # result.json's content
     earlier: bool = False  # an earlier run had done it
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def interrupted(self) -> bool:
         """A signal stopped it (and not train.max_minutes)."""
         return self.result.get("status") == "stopped" and self.result.get("reason") == "signal"
+
+
+def num_jobs() -> int | None:
+    """How many the sweep that runs now has; None where this process does not run them all one after the other."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    sweeper, launcher = HydraConfig.get().sweeper, HydraConfig.get().launcher
+    if not (sweeper._target_.endswith("BasicSweeper") and launcher._target_.endswith("BasicLauncher")):
+        return None
+    preset = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    typed = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    parsed = {o.get_key_element(): o for o in OverridesParser.create().parse_overrides([*preset, *typed])}
+    count = 1
+    for override in parsed.values():
+        if not override.is_sweep_override():
+            continue
+        if not override.is_discrete_sweep():  # glob(*)
+            return None
+        count *= len(list(override.sweep_string_iterator()))
+    return count
+
+
+def progress(jobs: Sequence[Job]) -> str:
+    """A line after each job: how many are done, and how long the rest takes if they take as long as those that ran."""
+    from training.progress import duration
+
+    total, now = num_jobs(), time.monotonic()
+    if total is None:
+        return ""
+    left = total - len(jobs)
+    ran = sum(job.result.get("status") != "skipped" and not job.earlier for job in jobs)
+    if not left or not ran:
+        return f"{len(jobs)} of {total} jobs done"
+    return f"{len(jobs)} of {total} jobs done, about {duration((now - jobs[0].began) / ran * left)} left"
 
 
 def swept(overrides: Sequence[str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pipeline.action import Action, Schedule
 from pipeline.engines.base import Batch, Stage
+from pipeline.engines.clock import Stamps
 from pipeline.engines.torch_engine import TorchEngine
 from pipeline.engines.torch_runtime import RunnableStage
 
@@ -49,25 +50,32 @@ class Hardware:
 
 
 @dataclass
-class Accelerator:
-    """The one of this rank. All times are moments of `time.perf_counter`."""
+class Accelerator(Stamps):
+    """The one of this rank. All times are moments of `time.perf_counter`. The rank's clock goes by it: a stamp says how
+    far it has come, as an event in an accelerator's stream would."""
 
     hardware: Hardware
     rank: int
     free: float = 0.0  # when it is done with all that it was given
     ready: float = 0.0  # when the next action's input has arrived
-    step: int = 0
+    working: bool = False  # in a step
+    flush: int = 0  # how many there were
     lateness_s: float = 0.0  # the longest that this machine came late to the end of an action
     links: dict[int, float] = field(default_factory=dict)  # to rank -> when the link is free
 
-    def begin(self, step: int) -> None:
-        """Of an optimizer step: now, whatever was before."""
-        self.step, self.free, self.ready = step, time.perf_counter(), 0.0
+    def begin(self) -> None:
+        """An optimizer step begins now, whatever was before."""
+        self.working, self.free, self.ready = True, time.perf_counter(), 0.0
         self.links.clear()
 
-    def stamp(self) -> float:
-        """How far it has come: what an event in an accelerator's stream would say. See CREDIT_S."""
-        return max(self.free, self.ready, time.perf_counter() - CREDIT_S)
+    def end(self) -> None:
+        """The step is over."""
+        self.working = False
+
+    def now(self) -> float:
+        """A stamp."""
+        now = time.perf_counter()
+        return max(self.free, self.ready, now - CREDIT_S) if self.working else now
 
     def receive(self, sent: float, sender: int) -> None:
         """Waits until the message that `sender` put on its link at `sent` has arrived."""
@@ -103,7 +111,7 @@ class Accelerator:
     def _jittered(self, action: Action) -> float:
         seconds, jitter = self.hardware.duration(action), self.hardware.jitter
         if jitter:  # keyed, so that a run can be repeated
-            factor = random.Random(f"{self.hardware.seed} {self.step} {action}").gauss(1, jitter)
+            factor = random.Random(f"{self.hardware.seed} {self.flush} {action}").gauss(1, jitter)
             seconds *= max(LEAST_JITTERED, factor)
         return seconds
 
@@ -179,7 +187,7 @@ class EmulatedEngine(TorchEngine):
             loss=lambda output, target: torch.zeros(()),
             tied={},
         )
-        self.clock.stamp = self.accelerator.stamp
+        self.clock.stamps = self.accelerator
 
     def connect(self) -> None:
         """One flush that takes no time: ranks get to know each other before the first step is timed."""
@@ -190,6 +198,7 @@ class EmulatedEngine(TorchEngine):
 
     def flush(self) -> None:
         """One flush of the pipeline."""
+        self.accelerator.flush += 1
         tokens = torch.zeros(self.chunks, 1, dtype=torch.int64)
         self.step(Batch(tokens if self.needs_inputs else None, tokens if self.needs_targets else None), 0.0)
 

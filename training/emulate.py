@@ -1,0 +1,181 @@
+"""An emulated run: a real one's launcher, loop, engine, schedule and folder, on hardware that is not there.
+
+    plan.json `durations` ──► each rank's engine waits as long as its actions would take (pipeline/engines/emulated.py)
+    metrics.jsonl, result.json, TensorBoard ◄── in seconds of the emulated hardware, marked `emulated`
+
+There are no parameters, so nothing is learned, validated, updated or saved; no data are read. Memory is not measured:
+it is under `predicted` only. Where this machine came later to an action's end than `CREDIT_S`, the figures suffer, and
+`emulation_lateness_s` (the worst of the run) says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from conf.schema import RootConfig
+from models.describe import model_flops_per_token
+from pipeline.action import Action
+from pipeline.engines.emulated import CREDIT_S, EmulatedEngine, Hardware
+from pipeline.schedule import make_schedule
+from pipeline.spans import OPTIMIZER, REDUCE
+from planning.durations import Durations
+from planning.predict import num_devices
+from training import imbalance, launch
+from training.checkpoint import Position
+from training.loop import Outcome, Trainer, train
+from training.outcome import read_plan
+from training.ranks import Ranks
+from training.record import Recorder
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RootConfig, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) -> None:
+    """The whole run, on each rank."""
+    plan = read_plan(run_dir)
+    trainer = EmulatedTrainer(config, ranks, None, lambda: stop.requested, planned=Durations(**plan["durations"]))
+    recorder = EmulatedRecorder(run_dir, config, ranks.world) if ranks.rank == 0 else None
+    try:
+        result = train(trainer, recorder, NoCheckpoints(run_dir), Position())
+        del result["peak_resident_bytes"]
+        late = max(ranks.gather(trainer.engine.accelerator.lateness_s))
+        if recorder is not None:
+            if late > CREDIT_S:
+                log.warning(
+                    f"this machine was up to {late:.3f} s late, and {late - CREDIT_S:.3f} s of that count: "
+                    "measured times are too long; a larger emulate.time_scale makes that less"
+                )
+            figures = {"split": plan["split"], "emulation_lateness_s": late * config.emulate.time_scale}
+            recorder.finish(result.pop("status"), result | figures)
+    finally:
+        if recorder is not None:
+            recorder.close()
+        trainer.engine.close()
+
+
+def hardware(config: RootConfig, planned: Durations) -> Hardware:
+    """The planned durations in this machine's seconds, with what `config.emulate` plants."""
+    emulate, parallel = config.emulate, config.parallel
+    scale = emulate.time_scale
+    rank_of = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave).rank_of
+
+    def duration(action: Action) -> float:
+        factor = emulate.slow_factor if rank_of[action.stage] == emulate.slow_rank else 1.0
+        return planned.of(action.stage, action.kind, action.microbatch == parallel.chunks - 1) * factor * scale
+
+    def link(seconds: float):
+        def of(sender: int, receiver: int) -> float:
+            slow = emulate.slow_link is not None and {sender, receiver} == {emulate.slow_link, emulate.slow_link + 1}
+            return seconds * scale * (emulate.slow_link_factor if slow else 1.0)
+
+        return of
+
+    return Hardware(
+        duration,
+        transfer=link(planned.transfer_s),
+        latency=link(planned.latency_s),
+        host=lambda rank: emulate.slow_host_s * scale if rank == emulate.slow_host else 0.0,
+        jitter=emulate.jitter,
+        seed=config.train.seed,
+    )
+
+
+@dataclass(kw_only=True)
+class EmulatedTrainer(Trainer):
+    """Steps that only take time."""
+
+    planned: Durations
+
+    def __post_init__(self) -> None:
+        config, ranks, parallel = self.config, self.ranks, self.config.parallel
+        schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
+        self.engine = EmulatedEngine(schedule, hardware(config, self.planned), rank=ranks.rank)
+        self.engine.clock.board = ranks.board
+        self.watch = imbalance.Watch(config, ranks)
+        self.tokens_per_step = config.train.global_batch * config.train.sequence
+        self.flops_per_step = self.tokens_per_step * model_flops_per_token(config.model, config.train.sequence)
+        self.engine.connect()
+        if ranks.world > 1:
+            dist.barrier()
+
+    def step(self, step: int) -> Outcome:
+        accelerator, clock, scale = self.engine.accelerator, self.engine.clock, self.config.emulate.time_scale
+        for _ in range(self.config.train.accumulate):
+            self.engine.flush()
+        with clock.span(REDUCE, "the step's figures"):
+            stop, out_of_time, free = self._agree_with(accelerator.free)
+            accelerator.free = free
+            accelerator.spend(self.planned.reduction_s * scale)
+        with clock.span(OPTIMIZER, OPTIMIZER):
+            accelerator.spend(self.planned.optimizer_s * scale)
+        accelerator.end()
+        return Outcome(None, None, None, stop, out_of_time, [])
+
+    def _agree_with(self, free: float) -> tuple[bool, bool, float]:
+        """One reduction a step: stop requests, rank 0's clock, when the last accelerator is free."""
+        limit, ranks = self.config.train.max_minutes, self.ranks
+        out_of_time = ranks.rank == 0 and bool(limit) and time.monotonic() - self.started > 60 * limit
+        times = [free if rank == ranks.rank else 0.0 for rank in range(ranks.world)]
+        stop, out, *times = ranks.sum([float(self.stop_requested()), float(out_of_time), *times])
+        return stop > 0, out > 0, max(times)
+
+    def validate(self) -> None:
+        return None
+
+
+class NoCheckpoints:
+    """Stands in for training.checkpoint.Checkpoints: there is nothing to save."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def save(self, position: Position, wait: bool) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def figures(self) -> None: ...
+
+
+class EmulatedRecorder(Recorder):
+    """Takes figures in this machine's seconds, and writes them in the emulated hardware's."""
+
+    def __init__(self, run_dir: Path, config: RootConfig, world: int):
+        super().__init__(run_dir, config)
+        self._scale = config.emulate.time_scale
+        self._mfu = self._scale * world / num_devices(config)  # a process stands for all tensor and data ranks
+
+    def step(self, figures: dict[str, Any]) -> None:
+        super().step(self._converted(figures))
+
+    def finish(self, status: str, figures: dict[str, Any] | None = None) -> dict:
+        return super().finish(status, self._converted(figures or {}))
+
+    def _converted(self, figures: dict[str, Any]) -> dict[str, Any]:
+        known = {key: value for key, value in figures.items() if value is not None and value != []}
+        if "mfu" in known:
+            known["mfu"] *= self._mfu
+        return scaled(known, self._scale) | {"emulated": True}
+
+
+def scaled(figures: Any, scale: float, unit: str = "") -> Any:
+    """Figures whose names end in _s (at any depth) divided by `scale`, those that end in _per_s times it."""
+    if isinstance(figures, dict):
+        return {key: scaled(value, scale, _unit(key) or unit) for key, value in figures.items()}
+    if isinstance(figures, list):
+        return [scaled(value, scale, unit) for value in figures]
+    if unit and isinstance(figures, float):
+        return figures * scale if unit == "rate" else figures / scale
+    return figures
+
+
+def _unit(name: str) -> str:
+    return "rate" if name.endswith("_per_s") else "time" if name.endswith("_s") else ""
