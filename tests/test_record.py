@@ -1,15 +1,19 @@
 """The run folder: what readers other than this project (json, TensorBoard) find in it, for every ending."""
 
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from composing import resolved
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import metadata as hparams_tags
 
@@ -64,6 +68,63 @@ def test_figures_reach_both_files(tmp_path, config):
     assert [point.value for point in seen.Scalars("loss/validation")] == [4.0]
     text = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "global_batch: 32" in text
+
+
+def test_the_same_curves_against_tokens_also_after_a_resume(tmp_path, config):
+    tokens = 32 * 128  # train.global_batch x train.sequence
+    recorder = Recorder(tmp_path, config)
+    for number in (1, 2, 3):
+        recorder.step(step(number))
+    recorder.validation(3, {"validation_loss": 4.0, "bits_per_byte": 5.77})
+    recorder.close()
+    recorder = Recorder(tmp_path, config, done=2)
+    recorder.step(step(3, loss=1.0))
+    recorder.finish("completed")
+    for tag, factor in (("loss/train", 1), ("by_tokens/loss/train", tokens)):
+        points = [(point.step, point.value) for point in events(tmp_path).Scalars(tag)]
+        assert points == [(factor, pytest.approx(4.9)), (2 * factor, pytest.approx(4.8)), (3 * factor, 1.0)], tag
+    assert events(tmp_path).Scalars("by_tokens/loss/validation") == [], "of step 3, which was taken back"
+
+
+def test_seconds_of_training_go_on_where_a_resumed_run_was(tmp_path, config):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1, elapsed_s=100.0)) + "\n")
+    recorder = Recorder(tmp_path, config, done=1)
+    recorder.step(step(2))
+    recorder.close()
+    assert 100.0 <= json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["elapsed_s"] < 130.0
+
+
+def test_parts_of_a_step_by_rank_in_the_result_and_their_means_in_tensorboard(tmp_path, config):
+    recorder = Recorder(tmp_path, config)
+    for number, idle in ((1, 9.0), (2, 0.1), (3, 0.2), (4, 0.3)):  # the first is warm-up
+        recorder.step(
+            step(number, time={"compute_s": [1.0, 2.0], "schedule_idle_s": [idle, 0.0]}, bubble_fraction=idle)
+        )
+    result = recorder.finish("completed")
+    assert result["time"] == {"compute_s": [1.0, 2.0], "schedule_idle_s": [pytest.approx(0.2), 0.0]}
+    assert result["bubble_fraction"] == pytest.approx(0.2)
+    seen = events(tmp_path)
+    assert [point.value for point in seen.Scalars("time/compute_s")] == [1.5] * 4
+    assert [point.value for point in seen.Scalars("bubble/fraction")] == pytest.approx([9.0, 0.1, 0.2, 0.3])
+
+
+def test_timeline_plan_and_layout_reach_tensorboard(tmp_path, config):
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
+    plan = {"config": to_dict(config), "predicted": {"step_time_s": 0.125}, "devices": 2, "run": {"steps": 20}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    recorder = Recorder(tmp_path, config)
+    recorder.step(step(1))
+    recorder.finish("completed")
+    seen = events(tmp_path)
+    (picture,) = seen.Images("timeline")
+    assert (picture.width, picture.height) == (30, 20)
+    assert Image.open(io.BytesIO(picture.encoded_image_string)).getpixel((5, 5)) == (255, 0, 0)
+    assert "step_time_s: 0.125" in seen.Tensors("plan/text_summary")[0].tensor_proto.string_val[0].decode()
+    layout = layout_pb2.Layout.FromString(seen.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = [pattern for category in layout.category for chart in category.chart for pattern in chart.multiline.tag]
+    assert [category.title for category in layout.category] == ["loss", "throughput", "bubble", "memory"]
+    assert any(re.match(pattern, "loss/train") for pattern in charts)
+    assert any(re.match(pattern, "memory/rank_1_bytes") for pattern in charts)
 
 
 def test_one_run_in_tensorboard_and_one_folder(tmp_path, config):

@@ -2,7 +2,7 @@
 until a run writes events.
 
     metrics.jsonl   one JSON object a line: a training step or a validation; not-a-number and infinite as "nan", "inf"
-    events.out.*    TensorBoard: the same figures, the config as text, the HParams session
+    events.out.*    TensorBoard: the same figures by step and by token, config and plan, HParams (training/events.py)
     result.json     written once, at the end, whatever the end: status, last figures, versions, overrides
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RootConfig, from_dict, to_dict
-from training import outcome
+from training import events, outcome
 
 STATUSES = ("completed", "stopped", "failed", "out_of_memory", "invalid", "skipped")
 
@@ -35,20 +35,39 @@ TAGS = {
     "step_time_s": "throughput/step_time_s",
     "model_flops_per_s": "throughput/model_flops_per_s",
     "mfu": "throughput/mfu",
+    "bubble_fraction": "bubble/fraction",
+    "bubble_fraction_ideal": "bubble/ideal",
+    "bubble_fraction_simulated": "bubble/simulated",
+    "data_wait_s": "data/wait_s",
     "consumed_samples": "progress/consumed_samples",
     "consumed_tokens": "progress/consumed_tokens",
 }
 
+# those that are written against tokens as well, as by_tokens/loss/train
+BY_TOKENS = ("loss", "validation_loss", "bits_per_byte", "learning_rate", "gradient_norm", "tokens_per_s", "mfu")
+
 # the columns of TensorBoard's HParams tab: what a sweep is likely to vary; the whole config is in the TEXT tab
 HPARAMS = {
     "model": "name blocks hidden heads vocabulary tied dropout",
-    "parallel": "name engine schedule stages chunks interleave balance checkpoint",
+    "parallel": "name engine schedule stages chunks interleave tensor data shard balance checkpoint",
     "optimizer": "name learning_rate schedule warmup_steps weight_decay clip_norm",
     "hardware": "name",
     "data": "name tokenizer",
     "train": "steps global_batch sequence accumulate seed precision",
     "emulate": "enabled",
 }
+
+
+# of result.json: what is a median over a run's steps
+MEDIANS = (
+    "tokens_per_s",
+    "step_time_s",
+    "mfu",
+    "bubble_fraction",
+    "bubble_fraction_ideal",
+    "bubble_fraction_simulated",
+)
+MEDIANS += ("data_wait_s",)
 
 
 class Recorder:
@@ -60,17 +79,23 @@ class Recorder:
 
         self.run_dir = Path(run_dir)
         self.started = time.time()
+        self.tokens_per_step = config.train.global_batch * config.train.sequence
         keep_steps(self.run_dir, done)
+        kept = [record for kind in _read_metrics(self.run_dir / "metrics.jsonl") for record in kind]
+        self._trained_s = max((record.get("elapsed_s", 0.0) for record in kept), default=0.0)
         self._metrics = open(self.run_dir / "metrics.jsonl", "a", buffering=1)  # a line is on disk when it is written
         again = any(self.run_dir.glob("events.out.tfevents.*"))
         self._events = SummaryWriter(str(self.run_dir), purge_step=done + 1 if again else None)
         self._flushed = 0.0
         atexit.register(self.close)  # an exception ends the process without `finish`
-        self._events.add_text("config", f"```yaml\n{_as_yaml(config)}\n```")
-        self._events.file_writer.add_summary(_session_start(hparams(config)))
-        if not again:  # the run goes on from one in another folder: its curves come along
-            for figures in (record for kind in _read_metrics(self.run_dir / "metrics.jsonl") for record in kind):
+        for title, text in events.texts(self.run_dir, config).items():
+            self._events.add_text(title, text)
+        self._events.add_custom_scalars(events.LAYOUT)
+        self._events.file_writer.add_summary(events.session_start(hparams(config)))
+        for figures in kept:
+            if not again:  # the run goes on from one in another folder: its curves come along
                 self._scalars(figures)
+            self._by_tokens(figures)  # again: purge_step takes back what has a larger number, and tokens are larger
         self._events.flush()
 
     def step(self, figures: dict[str, Any]) -> None:
@@ -88,7 +113,9 @@ class Recorder:
         measured = summary(self.run_dir) | result
         for tag, value in outcome.scalars(outcome.compared(self.run_dir, measured)).items():
             self._events.add_scalar(tag, value, measured["steps"])
-        self._events.file_writer.add_summary(_session_end(status))
+        if (picture := events.picture(self.run_dir / "timeline.png", "timeline")) is not None:
+            self._events.file_writer.add_summary(picture, measured["steps"])
+        self._events.file_writer.add_summary(events.session_end(status))
         self.close()
         return write_result(self.run_dir, result)
 
@@ -99,18 +126,23 @@ class Recorder:
         self._events.close()
 
     def _write(self, figures: dict[str, Any]) -> None:
+        figures = figures | {"elapsed_s": round(self._trained_s + time.time() - self.started, 3)}
         self._metrics.write(_to_json(figures) + "\n")
         self._scalars(figures)
+        self._by_tokens(figures)
         if time.monotonic() - self._flushed > 1.0:  # so that TensorBoard and a kill -9 find the run up to date
             self._events.flush()
             self._flushed = time.monotonic()
 
     def _scalars(self, figures: dict[str, Any]) -> None:
+        for tag, value in events.scalars(figures, TAGS).items():
+            self._events.add_scalar(tag, value, figures["step"])
+
+    def _by_tokens(self, figures: dict[str, Any]) -> None:
+        """The same curves against tokens: runs with other batches can then be laid over each other."""
         for key, value in figures.items():
-            if key in TAGS:
-                self._events.add_scalar(TAGS[key], value, figures["step"])
-        for rank, value in enumerate(figures.get("memory_bytes", [])):
-            self._events.add_scalar(f"memory/rank_{rank}_bytes", value, figures["step"])
+            if key in BY_TOKENS and value is not None:
+                self._events.add_scalar(f"by_tokens/{TAGS[key]}", value, figures["step"] * self.tokens_per_step)
 
 
 def keep_steps(run_dir: str | os.PathLike, done: int) -> None:
@@ -172,9 +204,9 @@ def finish_failed(run_dir: str | os.PathLike, status: str, config: RootConfig | 
     if config is not None and config.emulate.enabled:
         figures = {"emulated": True, **figures}
     begun = any(Path(run_dir).glob("events.out.tfevents.*"))
-    start = [] if begun or config is None else [_session_start(hparams(config))]
+    start = [] if begun or config is None else [events.session_start(hparams(config))]
     writer = EventFileWriter(str(run_dir), filename_suffix=".end")
-    for message in [*start, _session_end(status)]:
+    for message in [*start, events.session_end(status)]:
         writer.add_event(Event(wall_time=time.time(), summary=message))
     writer.close()
     return write_result(run_dir, {"status": status, **figures})
@@ -190,15 +222,23 @@ def summary(run_dir: str | os.PathLike) -> dict[str, Any]:
         result |= {key: validations[-1].get(key) for key in ("validation_loss", "bits_per_byte")}
     # the first steps allocate memory and connect ranks: they are no measure of speed
     steady = steps[max(1, len(steps) // 10) :] or steps
-    for key in ("tokens_per_s", "step_time_s", "mfu"):
+    for key in MEDIANS:
         values = [step[key] for step in steady if isinstance(step.get(key), (int, float))]
         if values:
             result[key] = statistics.median(values)
+    timed = [step["time"] for step in steady if step.get("time")]
+    if timed:  # of each rank; of the ranks that there are now
+        result["time"] = {part: _median_of_ranks([time.get(part) for time in timed]) for part in timed[-1]}
     memory = [step["memory_bytes"] for step in steps if step.get("memory_bytes")]
     if memory:  # of the ranks that there are now: a run may have gone on in another layout
         memory = [ranks for ranks in memory if len(ranks) == len(memory[-1])]
         result["peak_memory_bytes"] = [max(rank) for rank in zip(*memory, strict=True)]
     return result
+
+
+def _median_of_ranks(values: list[list[float] | None]) -> list[float]:
+    alike = [ranks for ranks in values if ranks is not None and len(ranks) == len(values[-1])]
+    return [statistics.median(rank) for rank in zip(*alike, strict=True)]
 
 
 def _read_metrics(path: Path) -> tuple[list[dict], list[dict]]:
@@ -242,10 +282,7 @@ def _strict(value: Any) -> Any:
     return value
 
 
-# --- TensorBoard's HParams tab ---
-# One session a run, written into the run's own folder. torch's add_hparams would open a second run named by a time, and
-# tensorboard's own helpers need TensorFlow: so the two messages are built here. The tab takes its metrics from the
-# ordinary scalars.
+# --- TensorBoard's HParams columns ---
 
 
 def hparams(config: RootConfig) -> dict[str, int | float | str]:
@@ -261,40 +298,3 @@ def _column(value: Any) -> int | float | str:
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, (int, float)) else str(value)
-
-
-def _session_start(columns: dict[str, int | float | str]) -> Any:
-    from tensorboard.plugins.hparams import metadata as tags
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
-
-    info = SessionStartInfo(start_time_secs=time.time())
-    for key, value in columns.items():
-        if isinstance(value, str):
-            info.hparams[key].string_value = value
-        else:
-            info.hparams[key].number_value = value
-    return _hparams_summary(tags.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
-
-
-def _session_end(status: str) -> Any:
-    from tensorboard.plugins.hparams import api_pb2
-    from tensorboard.plugins.hparams import metadata as tags
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
-
-    shown = api_pb2.STATUS_SUCCESS if status in ("completed", "stopped") else api_pb2.STATUS_FAILURE
-    info = SessionEndInfo(status=shown, end_time_secs=time.time())
-    return _hparams_summary(tags.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info))
-
-
-def _hparams_summary(tag: str, data: Any) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata as tags
-
-    value = Summary.Value(tag=tag, metadata=tags.create_summary_metadata(data), tensor=tags.NULL_TENSOR)
-    return Summary(value=[value])
-
-
-def _as_yaml(config: RootConfig) -> str:
-    import yaml
-
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
