@@ -223,8 +223,9 @@ def _validation_due(config: RootConfig, step: int) -> bool:
 def _validate(trainer: Trainer, recorder, progress: Progress | None, step: int) -> dict:
     loss = trainer.validate()
     figures, text = {"validation_loss": loss}, f"validation after step {step}: {loss:.4f} nats a token"
-    if trainer.corpus.bytes_per_token is not None:
-        figures["bits_per_byte"] = loss / math.log(2) / trainer.corpus.bytes_per_token
+    bytes_per_token = trainer.batches.bytes_per_token(trainer.config.train.validate_sequences)
+    if bytes_per_token is not None:
+        figures["bits_per_byte"] = loss / math.log(2) / bytes_per_token
         text += f", {figures['bits_per_byte']:.4f} bits per byte"
     if progress is not None:
         recorder.validation(step, figures)

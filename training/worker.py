@@ -17,7 +17,7 @@ from conf.schema import RootConfig, from_dict
 from training import failure, launch, resume
 from training.bigram import bigram_loss
 from training.checkpoint import Checkpoints
-from training.data import Corpus
+from training.data import Batches, Corpus
 from training.loop import Trainer, train
 from training.outcome import read_plan
 from training.ranks import Ranks, start
@@ -98,8 +98,10 @@ def _against_bigram(config: RootConfig, corpus: Corpus, result: dict) -> dict:
     if bigram is not None:
         verdict = "beaten" if result["validation_loss"] < bigram else "not beaten yet"
         text = f"bigram counts, same tokens: {bigram:.4f} nats a token"
-        if corpus.bytes_per_token is not None:
-            text += f", {bigram / math.log(2) / corpus.bytes_per_token:.4f} bits per byte"
+        batches = Batches(corpus, config.train.sequence, config.train.seed)
+        bytes_per_token = batches.bytes_per_token(config.train.validate_sequences)
+        if bytes_per_token is not None:
+            text += f", {bigram / math.log(2) / bytes_per_token:.4f} bits per byte"
         print(f"{text}: {verdict}", flush=True)
     if corpus.entropy_floor is not None:
         print(f"entropy floor of the data:  {corpus.entropy_floor:.4f} nats a token", flush=True)

@@ -58,6 +58,8 @@ class Batches:
 
     def __init__(self, corpus: Corpus, sequence: int, seed: int):
         self.seed, self.separator = seed, corpus.separator
+        self._bytes_per_token = corpus.bytes_per_token
+        self._token_bytes = np.load(corpus.token_bytes) if corpus.token_bytes else None
         self._train = [_windows(part.open("train"), sequence) for part in corpus.plain()]
         self._validation = [_windows(part.open("validation"), sequence) for part in corpus.plain()]
         self._slots = slots(corpus.weights or (1.0,))
@@ -82,6 +84,18 @@ class Batches:
         The order is mixed, so that the first few are a sample of all held-out text and not the start of one document.
         """
         return _gather(self._validation, *self._place_held_out(index, count), want)
+
+    def bytes_per_token(self, count: int) -> float | None:
+        """Bytes of text that a target token of the first `count` held-out sequences (or all there are) stands for, on
+        average: what makes nats a token bits per byte. A separator counts as one byte, whatever the tokenizer.
+
+        Exact where each id has its bytes (byte, byte-level BPE); else the average of all held-out text; None where the
+        text is not known.
+        """
+        if self._token_bytes is None:
+            return self._bytes_per_token
+        _, targets = self.validation(0, min(count, self.num_validation), ("targets",))
+        return float(self._token_bytes[targets].mean())
 
     def train_documents(self, start: int, count: int) -> np.ndarray:
         """The number of the document that each input token belongs to, int64 [count, T], from 0 in each sequence; of

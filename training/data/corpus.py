@@ -30,6 +30,7 @@ class Corpus:
     train_start: int = 0  # the side's first token in its file
     validation_start: int = 0
     separator: Optional[int] = None  # the token between two documents; None where there is none
+    token_bytes: Optional[str] = None  # file of the bytes that each id stands for, where that is known
     parts: tuple[Corpus, ...] = ()
     weights: tuple[float, ...] = ()  # of the parts
 

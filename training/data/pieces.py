@@ -106,12 +106,13 @@ def _write_part(source: Source, part: list[Span], tokenizer: Tokenizer, folder: 
         open(part_path(folder, number, "index"), "wb") as index,
     ):
         for batch in _batches(pieces):
+            records = []
             for piece, ids in zip(batch, encode([piece.text for piece in batch]), strict=True):
                 tokens.write(ids)
                 if piece.ends:
                     tokens.write(separator)
-                count = len(ids) + len(tail) * piece.ends
-                np.array((piece.digest, len(piece.text), count, piece.ends), INDEX).tofile(index)
+                records.append((piece.digest, len(piece.text), len(ids) + len(tail) * piece.ends, piece.ends))
+            np.array(records, INDEX).tofile(index)
     unfinished = part_path(folder, number, "json.tmp")
     unfinished.write_text(json.dumps({"skipped": source.skipped}))
     unfinished.rename(part_path(folder, number, "json"))

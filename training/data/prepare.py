@@ -31,6 +31,7 @@ from training.data.stored import stored
 from training.data.synthetic import synthetic
 from training.data.tokenizers import Tokenizer, get_tokenizer
 
+TOKEN_BYTES = "token_bytes.npy"
 FORMAT = 2  # of the cache folder; another number makes older folders unused
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,10 @@ def _of_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> Corpus:
         skipped = tokenise(source, tokenizer, folder)
         parts, fraction = len(source.parts), data.validation_fraction
         counts = write_sides(folder, parts, fraction, tokenizer.separator, tokenizer.dtype, train, held)
-        return counts | {"skipped": skipped}
+        sizes = tokenizer.token_bytes()
+        if sizes is not None:
+            np.save(folder / TOKEN_BYTES, sizes)
+        return counts | {"skipped": skipped, "token_bytes": sizes is not None}
 
     return _cached(data, facts, write)
 
@@ -100,6 +104,7 @@ def _cached(data: DataConfig, facts: dict, write: Write) -> Corpus:
         train_path=str(folder / "train.bin"),
         validation_path=str(folder / "validation.bin"),
         bytes_per_token=held_bytes / meta["validation_tokens"] if held_bytes else None,
+        token_bytes=str(folder / TOKEN_BYTES) if meta.get("token_bytes") else None,
         **{key: meta[key] for key in ("dtype", "train_tokens", "validation_tokens")},
         **facts,
     )
@@ -206,6 +211,7 @@ def _mix(data: DataConfig, sequence: int) -> Corpus:
         description=f"mix: {share}",
         train_start=0,
         validation_start=0,
+        token_bytes=parts[0].token_bytes if len({part.tokenizer for part in parts}) == 1 else None,
         separator=separators.pop() if len(separators) == 1 else None,
         parts=tuple(parts),
         weights=weights,

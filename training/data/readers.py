@@ -18,7 +18,7 @@ from typing import NamedTuple
 import training.data.files as files
 from conf.schema import DataConfig
 
-PART_BYTES = 1 << 26  # of the source in a part: what a kill may cost each process
+PART_BYTES = 1 << 25  # of the source in a part: what a kill may cost each process
 ROWS = 10_000  # of a Hugging Face dataset in a part
 BATCH_ROWS = 64  # rows that are in memory at once
 
@@ -174,10 +174,12 @@ def _read_jsonl(source: Source, span: Span, utf8: bool) -> Iterator[Piece]:
             if span.start:
                 file.seek(span.start - 1)
                 file.readline()  # the line before belongs to the span before
-            while (position := file.tell()) < span.stop and (line := file.readline()):
+            position = file.tell()
+            while position < span.stop and (line := file.readline()):
                 if line.strip():
                     where = _Line(span.path, position)
                     yield from _document(source, where, *_text_of_line(line, source.field))
+                position += len(line)
     except OSError as error:
         files.unreadable(error, span.path)
 

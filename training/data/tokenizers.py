@@ -42,6 +42,26 @@ class Tokenizer:
     def is_bytes(self) -> bool:
         return self.path is None
 
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of text that each id stands for, uint16 [vocabulary]; a separator counts as one. None where that hangs
+        on an id's neighbours, or the text is changed before it is cut, or each byte is a token anyway."""
+        if self.is_bytes:
+            return None
+        values = read_tokenizer(self.path)
+        before, after = values.get("pre_tokenizer") or {}, values.get("decoder") or {}
+        levels = [step for step in before.get("pretokenizers", [before]) if step.get("type") == "ByteLevel"]
+        exact = after.get("type") == "ByteLevel" and levels and not levels[-1].get("add_prefix_space")
+        if not exact or values.get("normalizer") or not isinstance(values["model"]["vocab"], dict):
+            return None
+        sizes = np.zeros(self.vocabulary, np.uint16)
+        for token, number in values["model"]["vocab"].items():
+            sizes[number] = len(token)  # byte level: a character for each byte
+        for token in values.get("added_tokens") or []:
+            sizes[token["id"]] = len(token["content"].encode())
+        if self.separator is not None:
+            sizes[self.separator] = 1
+        return sizes
+
     def encoder(self) -> Callable[[list[bytes]], list[np.ndarray]]:
         """texts (UTF-8; any bytes for `byte`) -> the ids of each, [tokens] of `dtype`.
 
