@@ -58,6 +58,7 @@ def check_values(config: RootConfig) -> None:
         if (value := _get(config, key)) not in known:
             raise ValueError(f"{key}={value} is unknown; known are {', '.join(known)}")
     _check_schedule_name(config.parallel)
+    _check_trace(config.train.trace)
     check_data_values(config.data)
     for key in ("hardware.precision", "train.precision"):
         _check_precision(key, _get(config, key))
@@ -118,6 +119,14 @@ def _check_schedule_name(parallel: ParallelConfig) -> None:
         raise ValueError(
             f"parallel.schedule={parallel.schedule} is unknown; known are {', '.join(SCHEDULES)}, "
             "path/to/file.py:function and path/to/grid.txt"
+        )
+
+
+def _check_trace(trace: object) -> None:
+    least, counted = (1, trace) if isinstance(trace, list) else (0, [trace])
+    if not all(isinstance(step, int) and not isinstance(step, bool) and step >= least for step in counted):
+        raise ValueError(
+            f"train.trace={trace} must be a number of steps, 0 or more, or a list of steps, which count from 1: [10,20]"
         )
 
 

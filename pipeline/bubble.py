@@ -112,7 +112,7 @@ def explain(schedule: Schedule, ranks: list[RankStep]) -> Explanation:
     even, leads = replay(schedule, means, {}, order)
 
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
-    arrivals = _arrivals(ranks)
+    arrivals = arrivals_of(ranks)
     for row, rank, lead in zip(schedule.actions, ranks, leads, strict=True):
         compute, mean = (sum(table[action] for action in row) for table in (duration, means))
         late = max(0.0, rank.begin_s - first)
@@ -206,7 +206,7 @@ def _means(duration: dict[Action, float]) -> dict[Action, float]:
     return {action: mean[action.kind] for action in duration}
 
 
-def _arrivals(ranks: list[RankStep]) -> dict[str, float]:
+def arrivals_of(ranks: list[RankStep]) -> dict[str, float]:
     """Label of each reduction -> when the last of the ranks that take part had come to it."""
     arrivals: dict[str, float] = {}
     for rank in ranks:
@@ -226,7 +226,7 @@ def _outside(rank: RankStep, first: float, last: float, arrivals: dict[str, floa
     reduction = optimizer = 0.0
     for span in rank.spans:
         if span.kind == REDUCE:
-            reduction += outside(min(max(span.start_s, arrivals[span.label]), span.end_s), span.end_s)
+            reduction += outside(min(arrivals[span.label], span.end_s), span.end_s)
         elif span.kind == OPTIMIZER:
             optimizer += outside(span.start_s, span.end_s)
     return reduction, optimizer, outside(rank.begin_s, rank.end_s) - reduction - optimizer

@@ -25,7 +25,7 @@ What is printed is itself a grid that can be edited and run."""
 _PIXELS = 12_000  # width of the longest picture
 
 # Red, green, blue of each kind; a rank's later model stages are drawn lighter.
-_COLOURS = {"F": (86, 139, 219), "B": (92, 171, 108), "I": (84, 178, 178), "W": (228, 166, 75)}
+COLOURS = {"F": (86, 139, 219), "B": (92, 171, 108), "I": (84, 178, 178), "W": (228, 166, 75)}
 
 
 def text(schedule: Schedule, timeline: Timeline, *, colours: bool = False) -> str:
@@ -33,14 +33,14 @@ def text(schedule: Schedule, timeline: Timeline, *, colours: bool = False) -> st
     width = max(len(str(action)) for row in schedule.actions for action in row) + 1
     label = len(f"rank {schedule.stages - 1}: ")
     ticks = "".join(str(t).ljust(5 * width) for t in range(0, timeline.makespan + 1, 5))
-    palette = _palette(schedule)
+    painted = palette(schedule)
     lines = ["# time".ljust(label) + ticks.rstrip()]
     for rank, row in enumerate(schedule.actions):
         cells, now = [], 0
         for action, start, end in zip(row, timeline.start[rank], timeline.end[rank], strict=True):
             cells += [".".ljust(width)] * (start - now)
             cell = str(action).ljust((end - start) * width - 1)
-            cells.append((_paint(palette[action.stage, action.kind], cell) if colours else cell) + " ")
+            cells.append((_paint(painted[action.stage, action.kind], cell) if colours else cell) + " ")
             now = end
         cells += [".".ljust(width)] * (timeline.makespan - now)
         lines.append((f"rank {rank}: ".ljust(label) + "".join(cells)).rstrip())
@@ -63,13 +63,13 @@ def _paint(colour: tuple[int, int, int], cell: str) -> str:
     return f"\033[30;48;2;{red};{green};{blue}m{cell}\033[0m"
 
 
-def _palette(schedule: Schedule) -> dict[tuple[int, str], tuple[int, int, int]]:
+def palette(schedule: Schedule) -> dict[tuple[int, str], tuple[int, int, int]]:
     """Red, green, blue of each (stage, kind)."""
     palette = {}
     for stage, rank in enumerate(schedule.rank_of):
         earlier = schedule.rank_of[:stage].count(rank)  # the rank's own stages before this one
         white = 0.55 * earlier / max(1, schedule.interleave - 1)
-        for kind, colour in _COLOURS.items():
+        for kind, colour in COLOURS.items():
             palette[stage, kind] = tuple(round(c + (255 - c) * white) for c in colour)
     return palette
 
@@ -93,7 +93,7 @@ def png(schedule: Schedule, timeline: Timeline, path: str) -> None:
     image = Image.new("RGB", (max(width + 16 * scale, 640 * scale), bottom + (len(notes) + 2) * line), "white")
     draw = ImageDraw.Draw(image)
     draw.text((left, top / 2), f"{schedule.name}   {_numbers(schedule)}", fill="black", font=title, anchor="lm")
-    palette = _palette(schedule)
+    painted = palette(schedule)
     numbered = draw.textlength(str(schedule.chunks), font=font) < unit - scale
     for rank, row in enumerate(schedule.actions):
         y = top + rank * (height + gap)
@@ -101,14 +101,14 @@ def png(schedule: Schedule, timeline: Timeline, path: str) -> None:
         draw.rectangle((left, y, width - 1, y + height), fill=(238, 238, 238))
         for action, start, end in zip(row, timeline.start[rank], timeline.end[rank], strict=True):
             box = (left + start * unit, y, left + end * unit - min(scale, unit // 2) - 1, y + height)
-            draw.rectangle(box, fill=palette[action.stage, action.kind])
+            draw.rectangle(box, fill=painted[action.stage, action.kind])
             if numbered:
                 middle = ((box[0] + box[2]) / 2, y + height / 2)
                 draw.text(middle, str(action.microbatch), fill="black", font=font, anchor="mm")
     x, y = left, bottom + line / 2
     kinds = {action.kind for row in schedule.actions for action in row}
     for kind in (kind for kind in KINDS if kind in kinds):
-        draw.rectangle((x, y - 5 * scale, x + 10 * scale, y + 5 * scale), fill=_COLOURS[kind])
+        draw.rectangle((x, y - 5 * scale, x + 10 * scale, y + 5 * scale), fill=COLOURS[kind])
         draw.text((x + 14 * scale, y), f"{kind} {KINDS[kind]}", fill="black", font=font, anchor="lm")
         x += 24 * scale + draw.textlength(f"{kind} {KINDS[kind]}", font=font)
     if schedule.interleave > 1:

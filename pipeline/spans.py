@@ -61,8 +61,12 @@ class RankStep:
     def moved(self, by_s: float) -> RankStep:
         """The same on a clock that shows `by_s` more."""
 
-        def later(time: float | None) -> float | None:
-            return None if time is None else time + by_s
+        return self._read(lambda time: None if time is None else time + by_s)
 
-        timings = [timing.read(later) for timing in self.timings]
-        return RankStep(later(self.begin_s), later(self.end_s), timings, [span.read(later) for span in self.spans])
+    def scaled(self, factor: float) -> RankStep:
+        """The same on a clock that runs `factor` times as fast."""
+        return self._read(lambda time: None if time is None else time * factor)
+
+    def _read(self, seconds: Callable[[float | None], float | None]) -> RankStep:
+        timings = [timing.read(seconds) for timing in self.timings]
+        return RankStep(seconds(self.begin_s), seconds(self.end_s), timings, [s.read(seconds) for s in self.spans])

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.action import Action, Schedule
-from pipeline.bubble import ran_as, source_of
-from pipeline.spans import RankStep, Timing
+from pipeline.bubble import arrivals_of, ran_as, source_of
+from pipeline.spans import REDUCE, RankStep, Timing
 
 PID = 1  # of the run: one process in the viewer, its ranks are the rows
 _TOUCH_S = 1e-7  # arrows begin and end this far inside a slice
@@ -33,11 +33,14 @@ def events(step: int, schedule: Schedule | None, ranks: list[RankStep], origin_s
 
     schedule: what ran; None: actions were not seen, there are spans only.
     """
-    found = []
+    found, arrivals = [], arrivals_of(ranks)
     for rank, measured in enumerate(ranks):
         for span in measured.spans:
             name = span.label if span.label == span.kind else f"{span.kind}: {span.label}"
-            found.append(_slice(name, span.kind, rank, span.start_s, span.end_s, origin_s, step=step))
+            begun = span.start_s
+            if span.kind == REDUCE and (begun := min(arrivals[span.label], span.end_s)) > span.start_s:
+                found.append(_slice(f"wait for {span.label}", "wait", rank, span.start_s, begun, origin_s, step=step))
+            found.append(_slice(name, span.kind, rank, begun, span.end_s, origin_s, step=step))
     if schedule is not None:
         ran = ran_as(schedule, ranks)
         for action, (rank, timing) in ran.items():

@@ -200,6 +200,7 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
     checkpoints.save(Position(done, skipped, validated=False), wait=True)
     if reason != "signal":
         validated = _validate(trainer, recorder, progress, done)
+    tracer.close()
     found = trainer.watch.report()
     if found is not None:
         progress.say(imbalance.sentence(found))

@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from conf.device import num_cores
-from conf.schema import RootConfig
-from pipeline import trace
-from pipeline.bubble import Explanation, explain
+from conf.schema import RootConfig, from_dict
+from pipeline import picture, trace
+from pipeline.bubble import Explanation, explain, repeated
 from pipeline.engines.base import Engine
 from pipeline.placement import num_ranks
-from pipeline.schedule import bubble_ideal
+from pipeline.schedule import Schedule, bubble_ideal
+from pipeline.simulate import simulate
 from pipeline.spans import DATA, RankStep
+from planning.durations import durations
 from training import clocks
+from training.outcome import read_plan
 from training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -51,8 +54,9 @@ class Tracer:
         self.kept = kept_steps(config.train.trace, done, config.train.steps)
         self.group, self.members = _pipeline_of_rank_0(engine, ranks)
         self.clocks: clocks.Offsets | None = None
+        self.unit = config.emulate.time_scale if config.emulate.enabled else 1.0  # seconds in one of those shown
+        self.seen: list[tuple[int, list[RankStep], Explanation | None]] = []  # the steps kept so far
         self.events: list[dict] = []
-        self.origin_s: float | None = None
         if ranks.device.type == "cuda":
             from pipeline.engines.cuda_stamps import CudaStamps
 
@@ -105,23 +109,82 @@ class Tracer:
         return figures
 
     def _keep(self, step: int, steps: list[RankStep], explanation: Explanation | None) -> None:
-        """Adds the step to timeline.json."""
-        if self.origin_s is None:
-            self.origin_s = min(rank.begin_s for rank in steps)
+        """Adds the step to timeline.json; the last one that is kept also draws timeline.png."""
+        steps = [rank.scaled(1 / self.unit) for rank in steps]
+        self.seen.append((step, steps, explanation))
+        if not self.events:
             self.events = trace.names(f"{self.config.model.name} {self.config.parallel.name}", len(steps))
-        self.events += trace.events(step, self.schedule, steps, self.origin_s)
+        origin_s = min(rank.begin_s for rank in self.seen[0][1])
+        self.events += trace.events(step, self.schedule, steps, origin_s)
         text = json.dumps(trace.document(self.events, self._about()), separators=(",", ":"))
         _write(self.recorder.run_dir / "timeline.json", text)
+        if step == max(self.kept):
+            self._draw()
+
+    def close(self) -> None:
+        """Draws what was kept of a run that ended before all of it was."""
+        if self.seen and self.seen[-1][0] != max(self.kept):
+            self._draw()
+
+    def _draw(self) -> None:
+        """timeline.png: of the steps kept, the one with the median flush."""
+        if self.schedule is None:
+            return
+        step, steps, explanation = sorted(self.seen, key=lambda kept: kept[2].makespan_s)[len(self.seen) // 2]
+        config, folder = self.config, self.recorder.run_dir
+        planned, predicted = None, None
+        plan = read_plan(folder)
+        if "predicted" in plan:
+            planned = planned_step(plan, self.schedule, config.train.accumulate)
+            predicted = plan["predicted"]["bubble_fraction"]
+        figures = {
+            "measured": explanation.bubble_fraction,
+            "simulated with the measured durations": explanation.bubble_fraction_simulated,
+            "ideal": bubble_ideal(self.schedule),
+            "predicted": predicted,
+        }
+        shown = ", ".join(f"{value:.3f} {name}" for name, value in figures.items() if value is not None)
+        notes = [f"bubble_fraction  {shown}"] + [note for note in (self._about().get("note"),) if note]
+        parallel = config.parallel
+        title = (
+            f"{config.model.name}  {parallel.name}  {self.schedule.name}  stages={parallel.stages} "
+            f"chunks={parallel.chunks} interleave={parallel.interleave}  step {step}"
+        ) + ("  emulated" if config.emulate.enabled else "")
+        picture.draw(folder / "timeline.png", self.schedule, steps, planned, title=title, notes=notes)
 
     def _about(self) -> dict:
         about = {"ranks": self.members, "steps": sorted(self.kept), "schedule": self.config.parallel.schedule}
         if self.clocks is not None:
             about["clocks"] = self.clocks.to_dict()
+        if self.config.emulate.enabled:
+            about["emulated"] = f"seconds of {self.config.hardware.name}; one took {self.unit:g} s here"
         if self.schedule is None:
             about["note"] = UNSEEN
         elif (note := crowded(self.config)) is not None:
             about["note"] = note
         return about
+
+
+def planned_step(plan: dict, schedule: Schedule, flushes: int) -> list[RankStep] | None:
+    """The predicted step of a run's plan.json; None where a figure is missing."""
+    try:
+        planned = durations(from_dict(plan["config"]))
+    except ValueError:
+        return None
+    last, whole = schedule.chunks - 1, repeated(schedule, flushes)
+
+    def of(kind: str) -> list[list[float]]:
+        columns = [index % schedule.chunks == last for index in range(whole.chunks)]
+        return [[planned.of(stage, kind, is_last) for is_last in columns] for stage in range(schedule.num_stages)]
+
+    kinds = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+    timeline = simulate(
+        whole,
+        **{name: of(kind) for name, kind in kinds.items()},
+        transfer_latency_s=planned.latency_s,
+        transfer_s=planned.transfer_s,
+    )
+    return picture.planned_step(whole, timeline, planned.reduction_s, planned.optimizer_s)
 
 
 def kept_steps(wanted: int | list[int], done: int, last: int) -> set[int]:
@@ -136,7 +199,7 @@ def kept_steps(wanted: int | list[int], done: int, last: int) -> set[int]:
 def crowded(config: RootConfig) -> str | None:
     """What is to be said of a measured bubble where ranks wait for cores; None where they do not."""
     ranks, cores = num_ranks(config.parallel), num_cores()
-    if config.hardware.device != "cpu" or ranks <= cores:
+    if config.emulate.enabled or config.hardware.device != "cpu" or ranks <= cores:
         return None
     return f"{ranks} ranks share {cores} cores: they wait for a core as well, so the measured bubble means little"
 
