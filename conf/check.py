@@ -361,9 +361,9 @@ def _check_device(config: RootConfig) -> None:
     ranks = parallel.stages * parallel.data * parallel.tensor
     if parallel.engine != "single" and ranks > found.count and not joined:
         raise ValueError(
-            f"parallel.stages={parallel.stages} x parallel.data={parallel.data} x parallel.tensor={parallel.tensor} needs "
-            f"{ranks} accelerators and this machine has {found.count}: take at most {found.count} ranks, or start with "
-            "torchrun on more machines"
+            f"parallel.stages={parallel.stages} x parallel.data={parallel.data} x parallel.tensor={parallel.tensor} "
+            f"needs {ranks} accelerators and this machine has {found.count}: take at most {found.count} ranks, or start "
+            "with torchrun on more machines"
         )
 
 

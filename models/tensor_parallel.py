@@ -1,8 +1,9 @@
 """Tensor parallelism: for each family the plan by which torch shares a layer among the ranks of a mesh dimension.
 
 Column- and row-parallel products, a vocabulary-parallel embedding and head (Shoeybi et al., Megatron-LM, arXiv
-1909.08053), and, with sequence parallelism, norms, dropout and the residual stream on a part of the sequence (Korthikanti
-et al., arXiv 2205.05198). Layers take and give plain tensors: [B, T, D] whole on every rank, or [B, T / t, D], a part.
+1909.08053), and, with sequence parallelism, norms, dropout and the residual stream on a part of the sequence
+(Korthikanti et al., arXiv 2205.05198). Layers take and give plain tensors: [B, T, D] whole on every rank, or
+[B, T / t, D], a part.
 Shape letters: B micro-batch size, T sequence, D model (hidden), V vocabulary, t tensor ranks.
 """
 

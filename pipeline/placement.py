@@ -42,6 +42,12 @@ def place(rank: int, parallel: ParallelConfig) -> Place:
     return Place(rank // (d * t), rank // t % d, rank % t)
 
 
+def pipeline_of(rank: int, parallel: ParallelConfig) -> list[int]:
+    """The ranks of this rank's pipeline, by pipeline rank."""
+    p, d, t = mesh_shape(parallel)
+    return [rank % (d * t) + index * d * t for index in range(p)]
+
+
 def placement_lines(parallel: ParallelConfig, devices_per_node: int | None) -> list[str]:
     """Where the ranks of a layout with data or tensor ranks go, for the reader; empty for a pipeline alone."""
     p, d, t = mesh_shape(parallel)

@@ -9,7 +9,7 @@ from conf.device import num_cores
 from conf.schema import RootConfig, to_dict
 from models.describe import LayerSpec, describe, num_parameters
 from pipeline.partition import Certificate, split
-from pipeline.placement import num_ranks
+from pipeline.placement import num_ranks, placement_lines
 from pipeline.schedule import bubble_ideal, make_schedule
 from planning.advice import remedies
 from planning.memory import machine_memory_bytes, optimizer_elements
@@ -18,6 +18,13 @@ from planning.stack import get_stack
 from planning.step import Layout, step_time
 from training import manifest
 from training.data import Corpus
+
+SHARED = {  # parallel.shard: what the data ranks hold
+    "none": "every data rank holds all of its layers; one all-reduce of the gradients a step",
+    "optimizer": "data ranks share weights, gradients and optimizer state; one gather and one reduce a step",
+    "gradients": "as optimizer, and gradients are reduced after each micro-batch",
+    "full": "data ranks share weights, gradients and optimizer state; weights are gathered for each use",
+}
 
 
 class DoesNotFit(ValueError):
@@ -39,10 +46,13 @@ def preflight(config: RootConfig, memory: list[dict]) -> None:
     remedy = f"rank {fullest} has {', '.join(f'{gib(size)} of {name}' for size, name in parts[:4])}; {remedy}"
     if config.hardware.device == "cpu" and not config.emulate.enabled:
         available = machine_memory_bytes()
-        if sum(totals) > available:
+        replicas = config.parallel.data * config.parallel.tensor
+        if replicas > 1:
+            each += f", {replicas} ranks of each"
+        if replicas * sum(totals) > available:
             raise DoesNotFit(
-                f"the run would hold {gib(sum(totals))} of memory ({each}) and this machine has {gib(available)} free: "
-                f"{remedy}{_what_fits(config, available)}"
+                f"the run would hold {gib(replicas * sum(totals))} of memory ({each}) and this machine has "
+                f"{gib(available)} free: {remedy}{_what_fits(config, available)}"
             )
     elif config.hardware.memory_bytes and max(totals) > config.hardware.memory_bytes:
         device = f"{gib(config.hardware.memory_bytes)} of memory"
@@ -95,7 +105,8 @@ def describe_run(config: RootConfig, corpus: Corpus | None, memory: list[dict]) 
     """A few lines on what is about to run: layers and memory of each rank, batch, bubble, length, data (`corpus`; None:
     an emulated run, which learns nothing)."""
     model, parallel, train, optimizer = config.model, config.parallel, config.train, config.optimizer
-    micro_batch = train.global_batch // train.accumulate // parallel.chunks
+    micro_batch = train.global_batch // train.accumulate // parallel.data // parallel.chunks
+    replicas = f"{parallel.data} data ranks x " if parallel.data > 1 else ""
     tokens = train.global_batch * train.sequence
     flushes = f"{train.accumulate} x " if train.accumulate > 1 else ""
     limit = f", at most {train.max_minutes:g} minutes" if train.max_minutes else ""
@@ -104,9 +115,10 @@ def describe_run(config: RootConfig, corpus: Corpus | None, memory: list[dict]) 
         f"model      {model.name}: {num_parameters(describe(model)):,} parameters, {model.blocks} blocks of width "
         f"{model.hidden}, vocabulary {model.vocabulary}",
         f"parallel   {_layout(config)}",
+        *(f"{'placement' if not index else '':<10} {line}" for index, line in enumerate(_placement(config))),
         *_part_lines(config, memory),
         f"batch      {train.global_batch} sequences of {train.sequence} tokens = {tokens:,} tokens a step: "
-        f"{flushes}{parallel.chunks} micro-batches of {micro_batch}",
+        f"{replicas}{flushes}{parallel.chunks} micro-batches of {micro_batch}",
         f"run        {train.steps:,} steps = {train.steps * tokens:,} tokens{_epochs(config, corpus)}{limit}",
         f"optimizer  {optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.warmup_steps} warm-up "
         f"steps, then {optimizer.schedule}{clipping}",
@@ -178,6 +190,17 @@ def _layout(config: RootConfig) -> str:
     if parallel.engine == "fairscale" and config.hardware.device == "cpu":
         text += ";\n           on CPU fairscale's stages share one worker thread and do not overlap: nothing is gained"
     return text
+
+
+def _placement(config: RootConfig) -> list[str]:
+    """Where data and tensor ranks go, and what data ranks share; empty for a pipeline alone."""
+    parallel = config.parallel
+    lines = placement_lines(parallel, config.hardware.devices_per_node if config.hardware.device != "cpu" else None)
+    if lines and parallel.data > 1:
+        lines.append(f"shard={parallel.shard}: {SHARED[parallel.shard]}")
+    if lines and parallel.sequence_parallel:
+        lines.append("sequence parallel: norms, dropout and residuals on a part of the sequence each")
+    return lines
 
 
 def _processes(config: RootConfig) -> str:

@@ -170,7 +170,7 @@ class Checkpoints:
         }
 
     def _check_room(self, state: dict[str, Tensor]) -> None:
-        self.bytes = int(self.ranks.sum([float(state_bytes(state))])[0])
+        self.bytes = int(self.ranks.sum([float(state_bytes(state, self.trainer.place))])[0])
         message = manifest.room_message(self.run_dir, self.bytes) if self.ranks.rank == 0 else None
         if self.ranks.sum([float(message is not None)])[0]:
             left = manifest.complete(self.run_dir)

@@ -59,6 +59,8 @@ class Watch:
             columns = zip(*(forward + backward for forward, backward in self.steps), strict=True)
             own = [statistics.median(column) / micro_batches for column in columns]
         whole = self.ranks.sum(own)
+        replicas = self.config.parallel.data * self.config.parallel.tensor  # the mean over them
+        whole = [value / replicas for value in whole]
         if self.ranks.rank != 0 or min(whole) <= 0:
             return None
         return imbalance(self.config, whole[:stages], whole[stages:])

@@ -6,15 +6,18 @@ import math
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from conf.schema import RootConfig
 from models.describe import describe, model_flops_per_token
 from models.dropout import sample_keys
-from pipeline.engines.base import Batch, Engine
+from models.loss import IGNORED
+from pipeline.engines.base import Batch, Engine, own_part
+from pipeline.placement import pipeline_of, place
 from pipeline.spans import DATA, OPTIMIZER, REDUCE
 from training import faults, imbalance
-from training.build import build_engine, canonical_order, engine_class
+from training.build import build_engine, canonical_order, engine_class, make_mesh
 from training.checkpoint import Checkpoints, Position
 from training.data import Batches, Corpus
 from training.optimizer import clip_, global_norm, learning_rate, make_optimizer
@@ -31,9 +34,9 @@ class NonFiniteError(ArithmeticError):
 class Outcome:
     """What one optimizer step gave, equal on every rank."""
 
-    loss: float  # mean over tokens, nats
-    gradient_norm: float  # before clipping
-    learning_rate: float
+    loss: float | None  # mean over tokens, nats; None, as the next two: an emulated step, which learns nothing
+    gradient_norm: float | None  # before clipping
+    learning_rate: float | None
     stop: bool  # some rank was asked to stop
     out_of_time: bool
     memory_bytes: list[int]  # peak of each rank
@@ -54,25 +57,32 @@ class Trainer:
         config, ranks = self.config, self.ranks
         engine_class(config.parallel.engine)  # what its library takes is not the model's
         ranks.start_counting_memory()
-        self.engine: Engine = build_engine(config, rank=ranks.rank, device=ranks.device)
+        self.place = place(ranks.rank, config.parallel)
+        mesh = make_mesh(config.parallel, ranks.device.type)
+        self.engine: Engine = build_engine(config, rank=ranks.rank, device=ranks.device, mesh=mesh)
+        if ranks.board is not None:
+            ranks.board.peers = pipeline_of(ranks.rank, config.parallel)
         self.engine.clock.board = ranks.board
         self.watch = imbalance.Watch(config, ranks)
         layers = describe(config.model)
         self.order = canonical_order(layers)
         self.optimizer = make_optimizer(config.optimizer, self.engine.parameters, self.engine.tied)
         self.batches = Batches(self.corpus, config.train.sequence, config.train.seed)
-        self.flush = config.train.global_batch // config.train.accumulate
+        self.flush = config.train.global_batch // config.train.accumulate  # sequences, of all data ranks
         self.tokens_per_step = config.train.global_batch * config.train.sequence
         self.flops_per_step = self.tokens_per_step * model_flops_per_token(config.model, config.train.sequence)
 
     def batch(self, step: int, first: int) -> Batch:
-        """Sequences of the flush that starts at consumed sample `first`; only what this rank's stages need."""
+        """This data rank's sequences of the flush that starts at consumed sample `first`; only what this rank's stages
+        need."""
+        count = self.flush // self.config.parallel.data
+        first += self.place.data * count
         needed = {"inputs": self.engine.needs_inputs, "targets": self.engine.needs_targets}
         want = [name for name, needs in needed.items() if needs]
-        inputs, targets = self.batches.train(first, self.flush, want)
+        inputs, targets = self.batches.train(first, count, want)
         keys = None
         if self.config.model.dropout > 0:
-            samples = torch.arange(first, first + self.flush)
+            samples = torch.arange(first, first + count)
             keys = sample_keys(self.config.train.seed, step, samples).to(self.ranks.device)
         return Batch(self._tensor(inputs), self._tensor(targets), keys)
 
@@ -85,15 +95,16 @@ class Trainer:
             first = step * config.train.global_batch + index * self.flush
             with engine.clock.span(DATA, DATA):
                 batch = self.batch(step, first)
-            loss += float(engine.step(batch, 1.0 / self.tokens_per_step))
+            loss += float(engine.step(batch, 1.0 / self.tokens_per_step, last=index == config.train.accumulate - 1))
         label = "the sum of a tied weight's gradients"
         with self.ranks.together(label), engine.clock.span(REDUCE, label):
             engine.sum_tied_gradients()
         label = "the gradient norm"
         with self.ranks.together(label), engine.clock.span(REDUCE, label):
-            norm = float(global_norm(engine.parameters, self.order, engine.tied, self._group()))
+            norm = float(global_norm(engine.parameters, self.order, engine.tied, self._group(), self.place))
         with engine.clock.span(REDUCE, "the step's figures"):
-            loss, stop, out_of_time, *memory = self._agree(loss)
+            # tensor ranks all have the loss of their data rank's sequences
+            loss, stop, out_of_time, *memory = self._agree(loss if self.place.tensor == 0 else 0.0)
         rate = learning_rate(config.optimizer, step, config.train.steps)
         outcome = Outcome(loss, norm, rate, stop > 0, out_of_time > 0, [int(value) for value in memory])
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -114,12 +125,18 @@ class Trainer:
     @torch.no_grad()
     def held_out_loss(self, count: int) -> float:
         """Mean loss in nats a token over the first `count` held-out sequences, on every rank."""
-        inputs, targets = self.batches.validation(0, count)
+        size = -(-count // self.config.parallel.data)  # of each data rank: all take part in each forward
+        first = min(self.place.data * size, count - 1)
+        inputs, targets = self.batches.validation(first, min(size, count - first))
+        real = min(size, max(0, count - self.place.data * size))
+        inputs, targets = (np.resize(array, (size, array.shape[1])) for array in (inputs, targets))
+        targets[real:] = IGNORED
         batch = Batch(
             self._tensor(inputs if self.engine.needs_inputs else None),
             self._tensor(targets if self.engine.needs_targets else None),
         )
-        (total,) = self.ranks.sum([float(self.engine.evaluate(batch, count))])
+        loss = float(self.engine.evaluate(batch, size))
+        (total,) = self.ranks.sum([loss if self.place.tensor == 0 else 0.0])
         return total / (count * self.config.train.sequence)
 
     def _agree(self, loss: float) -> list[float]:
@@ -135,7 +152,7 @@ class Trainer:
         own = [
             index
             for index, name in enumerate(self.order)
-            if name in self.engine.parameters and not torch.isfinite(self.engine.parameters[name].grad).all()
+            if name in self.engine.parameters and not torch.isfinite(own_part(self.engine.parameters[name].grad)).all()
         ]
         firsts = self.ranks.gather(float(min(own, default=len(self.order))))
         rank = min(range(len(firsts)), key=firsts.__getitem__)
@@ -168,7 +185,7 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
     Raises NonFiniteError; whatever a rank meets.
     """
     config, ranks = trainer.config, trainer.ranks
-    progress = Progress(config.train.steps, config.train.log_every, first=start.step) if ranks.rank == 0 else None
+    progress = _progress(config, start) if ranks.rank == 0 else None
     tracer = Tracer(config, trainer.engine, ranks, recorder, start.step)
     done, skipped, reason, validated = start.step, start.skipped, None, {}
     if not start.validated and _validation_due(config, done):
@@ -216,6 +233,11 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
     }
 
 
+def _progress(config: RootConfig, start: Position) -> Progress:
+    scale = config.emulate.time_scale if config.emulate.enabled else None
+    return Progress(config.train.steps, config.train.log_every, first=start.step, time_scale=scale)
+
+
 def _validation_due(config: RootConfig, step: int) -> bool:
     every = config.train.validate_every
     return bool(every) and step % every == 0 and step < config.train.steps
@@ -223,6 +245,8 @@ def _validation_due(config: RootConfig, step: int) -> bool:
 
 def _validate(trainer: Trainer, recorder, progress: Progress | None, step: int) -> dict:
     loss = trainer.validate()
+    if loss is None:  # there is nothing to validate (training.emulate)
+        return {}
     figures, text = {"validation_loss": loss}, f"validation after step {step}: {loss:.4f} nats a token"
     bytes_per_token = trainer.batches.bytes_per_token(trainer.config.train.validate_sequences)
     if bytes_per_token is not None:

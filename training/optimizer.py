@@ -46,11 +46,16 @@ def make_optimizer(
 
 
 def _groups(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]) -> list[dict]:
-    decayed = {name for name, parameter in parameters.items() if decays(name, parameter, tied)}
-    return [
-        {"params": [p for n, p in parameters.items() if n in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in parameters.items() if n not in decayed], "weight_decay": 0.0},
-    ]
+    """With weight decay and without; where ranks share parameters, for each mesh that they are shared over: torch's
+    optimizers take no mixture."""
+    meshes = dict.fromkeys(getattr(parameter, "device_mesh", None) for parameter in parameters.values()) or [None]
+    groups = []
+    for mesh in meshes:
+        own = {name: p for name, p in parameters.items() if getattr(p, "device_mesh", None) == mesh}
+        decayed = {name for name, parameter in own.items() if decays(name, parameter, tied)}
+        groups.append({"params": [own[name] for name in own if name in decayed], "weight_decay": config.weight_decay})
+        groups.append({"params": [own[name] for name in own if name not in decayed], "weight_decay": 0.0})
+    return groups
 
 
 def _adamw(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]) -> torch.optim.Optimizer:

@@ -42,6 +42,7 @@ def compared(run_dir: str | os.PathLike, result: dict[str, Any]) -> dict[str, An
     predicted = plan.get("predicted")
     if not predicted:
         return {}
+    predicted = _for_each_rank(predicted, result)
     measured = dict(result)
     hardware = plan["config"]["hardware"]
     if "cost_usd" in predicted and "step_time_s" in measured and measured.get("steps"):
@@ -52,6 +53,17 @@ def compared(run_dir: str | os.PathLike, result: dict[str, Any]) -> dict[str, An
     if measured.get("steps") != plan["run"]["steps"]:  # the cost of a part of the run is no measure of the whole
         measured.pop("cost_usd", None)
     return found | {"predicted": predicted, "error": errors(predicted, measured)}
+
+
+def _for_each_rank(predicted: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """A plan has one figure for each pipeline rank, whose data and tensor ranks are alike; a run has one for each."""
+    full = dict(predicted)
+    for key, values in predicted.items():
+        measured = result.get(key)
+        if isinstance(values, list) and isinstance(measured, list) and len(measured) > len(values):
+            replicas = len(measured) // len(values)
+            full[key] = [value for value in values for _ in range(replicas)]
+    return full
 
 
 def read_plan(run_dir: str | os.PathLike) -> dict:

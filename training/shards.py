@@ -19,8 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from pipeline.engines.base import is_shared, own_part
+from pipeline.placement import Place
 from training import manifest
 from training.manifest import CheckpointError
+from training.parts import counted_here
 
 ENTRY_BYTES = 4096  # of file a tensor takes beside its values, at most
 
@@ -55,7 +58,7 @@ class Target:
             for key in keys.get(owner, []):
                 full = f"optimizer.{owner}.{key}"
                 size, dtype = saved[full].size, saved[full].properties.dtype
-                held[key] = torch.empty(size, dtype=dtype, device=parameter.device)
+                held[key] = _empty(size, dtype, parameter)
                 self._add(full, held[key], saved)
             trainer.optimizer.state[parameter] = held
 
@@ -73,6 +76,17 @@ class Target:
     def finish(self) -> None:
         for source, copy in self._copies:
             copy.copy_(source)
+
+
+def _empty(size: torch.Size, dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
+    """A tensor of the optimizer's for this parameter; shared among ranks as the parameter is."""
+    if not is_shared(parameter) or not size:
+        return torch.empty(size, dtype=dtype, device=parameter.device)
+    if size == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    from torch.distributed.tensor import zeros  # of another shape, such as Adafactor's rows: every rank has all of it
+
+    return zeros(*size, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
 
 
 # --- torch.distributed.checkpoint ---
@@ -135,9 +149,11 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def state_bytes(state: dict[str, Tensor]) -> int:
-    """Bytes that the state takes on disk, at most."""
-    return sum(tensor.numel() * tensor.element_size() + ENTRY_BYTES for tensor in state.values())
+def state_bytes(state: dict[str, Tensor], where: Place | None = None) -> int:
+    """Bytes of this rank's part of the state, as they take on disk at most; `where`: without what another rank saves
+    for this one, the same."""
+    own = [own_part(tensor) for tensor in state.values() if where is None or counted_here(tensor, where)]
+    return sum(tensor.numel() * tensor.element_size() + ENTRY_BYTES for tensor in own)
 
 
 def cause(error: BaseException) -> str:

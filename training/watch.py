@@ -90,11 +90,12 @@ class Board:
             file.truncate(_RECORD.size)
             self._map = mmap.mmap(file.fileno(), _RECORD.size)
         self.rank, self._pid = rank, os.getpid()
+        self.peers: list[int] | None = None  # pipeline rank -> rank, where data or tensor ranks make them differ
         self.works("start-up")
 
     def waits(self, action: Action, peer: int) -> None:
-        """For the message that `action` needs, from rank `peer`."""
-        self._write(WAITS, action, peer, b"")
+        """For the message that `action` needs, from pipeline rank `peer`."""
+        self._write(WAITS, action, peer if self.peers is None else self.peers[peer], b"")
 
     def runs(self, action: Action) -> None:
         self._write(RUNS, action, -1, b"")

@@ -11,10 +11,16 @@ Rajbhandari et al., arXiv 1910.02054, for the levels; Zhao et al., arXiv 2304.11
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+
+# torch warns of layers whose output is a view (of a collective's result), on which an operation in place would lose
+# FSDP's hook: a layer's output is never changed in place here
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 
