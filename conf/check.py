@@ -232,7 +232,7 @@ def _num_layers(config: RootConfig) -> int:
 def _check_ranks(config: RootConfig) -> None:
     """What tensor and data parallelism and sharding ask of the model and the engine."""
     parallel, model = config.parallel, config.model
-    t, d, shard = parallel.tensor, parallel.data, parallel.shard
+    t, d = parallel.tensor, parallel.data
     if parallel.engine != "torch" and (t > 1 or d > 1):
         raise ValueError(
             f"parallel.engine={parallel.engine} runs in one process, not with parallel.tensor={t} and "
@@ -261,6 +261,12 @@ def _check_ranks(config: RootConfig) -> None:
             f"train.sequence={config.train.sequence} is not divisible by parallel.tensor={t}, as "
             f"parallel.sequence_parallel=true needs: set train.sequence to {near}"
         )
+    check_sharding(parallel)
+
+
+def check_sharding(parallel: ParallelConfig) -> None:
+    """What data ranks can share under this layout and schedule. ValueError says what would go wrong."""
+    d, shard = parallel.data, parallel.shard
     if shard != "none" and d == 1:
         raise ValueError(
             f"parallel.shard={shard} shares memory among data ranks, and parallel.data=1: set parallel.data to 2 or "
@@ -362,8 +368,8 @@ def _check_device(config: RootConfig) -> None:
     if parallel.engine != "single" and ranks > found.count and not joined:
         raise ValueError(
             f"parallel.stages={parallel.stages} x parallel.data={parallel.data} x parallel.tensor={parallel.tensor} "
-            f"needs {ranks} accelerators and this machine has {found.count}: take at most {found.count} ranks, or start "
-            "with torchrun on more machines"
+            f"needs {ranks} accelerators and this machine has {found.count}: take at most {found.count} ranks, or "
+            "start with torchrun on more machines"
         )
 
 

@@ -43,7 +43,7 @@ def _a_tied_gradient_not_summed(engine, rank, monkeypatch):
 
 def _clipped_by_one_stages_norm(engine, rank, monkeypatch):
     whole = parity.global_norm
-    monkeypatch.setattr(parity, "global_norm", lambda own, order, tied, group: whole(own, order, tied, None))
+    monkeypatch.setattr(parity, "global_norm", lambda own, order, tied, group, where: whole(own, order, tied, None))
 
 
 def _the_same_seed_on_each_stage(engine, rank, monkeypatch):
@@ -67,10 +67,10 @@ def _a_stale_receive_buffer(engine, rank, monkeypatch):
 def _targets_of_another_microbatch(engine, rank, monkeypatch):
     step = engine.step
 
-    def rolled(batch, scale):
+    def rolled(batch, scale, **options):
         if batch.targets is not None:
             batch = replace(batch, targets=batch.targets.roll(engine.microbatch, dims=0))
-        return step(batch, scale)
+        return step(batch, scale, **options)
 
     engine.step = rolled
 

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf.check import check
+from conf.check import KNOWN, check, check_sharding
 from conf.resolve import resolve
 from conf.schema import RootConfig, VerifyConfig, to_dict
 from models.describe import describe, num_parameters
@@ -104,8 +104,11 @@ def whole(typed: RootConfig, options: VerifyConfig) -> RootConfig:
 
 
 def matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
-    """Every schedule x stages x interleave x chunks x accumulation x tied x checkpointing, and the other engines."""
+    """Every schedule x stages x interleave x chunks x accumulation x tied x checkpointing, and the other engines; for a
+    layout with data or tensor ranks `mesh_matrix`."""
     model = typed.model
+    if typed.parallel.data * typed.parallel.tensor > 1:
+        return mesh_matrix(typed, options)
     base = VerifyConfig(width=options.width or 8 * model.heads, blocks=options.blocks or MATRIX_BLOCKS)
     layouts = []
     for name, stages in product(SCHEDULES, MATRIX_STAGES):
@@ -133,6 +136,36 @@ def matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
             ),
         )
         cases.append(whole(config, base))
+    cases.sort(key=lambda case: (case.train.global_batch, case.model.tied, case.model.dropout))  # references are shared
+    return cases
+
+
+def mesh_matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
+    """The ranks of the typed layout, every schedule x each level of sharding that it allows x sequence parallelism;
+    tied with dropout and two flushes, then untied with one and activation checkpointing."""
+    model, parallel = typed.model, typed.parallel
+    base = VerifyConfig(width=options.width or 8 * model.heads, blocks=options.blocks or MATRIX_BLOCKS)
+    kinds = ((True, 0.1, 2, "never"), (False, 0.0, 1, "always"))
+    levels = KNOWN["parallel.shard"] if parallel.data > 1 else ("none",)
+    sequence_parallel = (False, True) if parallel.tensor > 1 else (False,)
+    cases = []
+    for (tied, dropout, accumulate, checkpoint), name in product(kinds, SCHEDULES):
+        interleave = INTERLEAVES.get(name, (1,))[0]
+        chunks = _chunks(name, parallel.stages, interleave)[0]
+        for level, shared in product(levels, sequence_parallel):
+            layout = dict(schedule=name, interleave=interleave, chunks=chunks, checkpoint=checkpoint, shard=level)
+            batch = accumulate * chunks * parallel.data
+            config = replace(
+                typed,
+                model=replace(model, tied=tied, dropout=dropout, positions=MATRIX_SEQUENCE),
+                parallel=replace(parallel, **layout, sequence_parallel=shared, balance="uniform"),
+                train=replace(typed.train, accumulate=accumulate, global_batch=batch, sequence=MATRIX_SEQUENCE),
+            )
+            try:
+                check_sharding(config.parallel)
+            except ValueError:  # refused, with the reason, wherever it is asked for
+                continue
+            cases.append(whole(config, base))
     cases.sort(key=lambda case: (case.train.global_batch, case.model.tied, case.model.dropout))  # references are shared
     return cases
 
@@ -189,6 +222,10 @@ def _label(config: RootConfig) -> str:
     if parallel.interleave > 1:
         parts.append(f"interleave {parallel.interleave}")
     parts.append(f"chunks {parallel.chunks}")
+    if parallel.data > 1:
+        parts.append(f"data {parallel.data}, shard {parallel.shard}")
+    if parallel.tensor > 1:
+        parts.append(f"tensor {parallel.tensor}{' with sequence parallelism' * parallel.sequence_parallel}")
     if config.train.accumulate > 1:
         parts.append(f"accumulate {config.train.accumulate}")
     parts.append("tied" if config.model.tied else "untied")
@@ -205,9 +242,7 @@ def _parameter_table(report: Report, rows: int) -> str:
     lines = [f"{'parameter':<{width}}  rank  gradient  weights after SGD"]
     for row in shown:
         rank = "none" if row.rank < 0 else row.rank
-        lines.append(
-            f"{row.parameter:<{width}}  {rank:>4}  {_error(row.gradient_error)}  {_error(row.weight_error)}"
-        )
+        lines.append(f"{row.parameter:<{width}}  {rank:>4}  {_error(row.gradient_error)}  {_error(row.weight_error)}")
     count = len(report.rows)
     if count > rows:
         lines.append(f"... {count - rows} more with smaller errors (verify.rows={count} shows all)")
@@ -217,6 +252,8 @@ def _parameter_table(report: Report, rows: int) -> str:
 
 def _matrix_table(cases: list[RootConfig], reports: list[Report]) -> str:
     """The worst error of each engine, schedule, stages and interleave over everything else that varies."""
+    if cases[0].parallel.data * cases[0].parallel.tensor > 1:
+        return _mesh_table(cases, reports)
     families: dict[tuple, list[float]] = {}
     for case, report in zip(cases, reports, strict=True):
         parallel = case.parallel
@@ -227,6 +264,25 @@ def _matrix_table(cases: list[RootConfig], reports: list[Report]) -> str:
         layout = f"{engine:<10} {schedule:<17} {stages:>6} {interleave:>10}"
         lines.append(f"{layout} {len(errors):>5}  {_error(max(errors))}")
     lines.append("each with: least and 8 chunks, 1 and 2 flushes (dropout 0.1 with 2), tied and untied, checkpointing")
+    return "\n".join(lines)
+
+
+def _mesh_table(cases: list[RootConfig], reports: list[Report]) -> str:
+    """The worst error of each schedule, level of sharding and sequence parallelism."""
+    families: dict[tuple, list[float]] = {}
+    for case, report in zip(cases, reports, strict=True):
+        parallel = case.parallel
+        key = (parallel.schedule, parallel.interleave, parallel.shard, parallel.sequence_parallel)
+        families.setdefault(key, []).append(report.worst[0])
+    parallel = cases[0].parallel
+    lines = [
+        f"{parallel.stages} pipeline x {parallel.data} data x {parallel.tensor} tensor ranks",
+        f"{'schedule':<17} interleave {'shard':<10} sequence parallel  cases  worst error",
+    ]
+    for (schedule, interleave, shard, shared), errors in families.items():
+        layout = f"{schedule:<17} {interleave:>10} {shard:<10} {'yes' if shared else 'no':<17}"
+        lines.append(f"{layout} {len(errors):>6}  {_error(max(errors))}")
+    lines.append("each tied with dropout 0.1 and 2 flushes, and untied with 1 flush and activation checkpointing")
     return "\n".join(lines)
 
 

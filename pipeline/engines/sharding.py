@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 # FSDP's hook: a layer's output is never changed in place here
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-LEVELS = ("none", "optimizer", "gradients", "full")
 
 
 def share(module: nn.Module, mesh: DeviceMesh, level: str) -> None:
