@@ -198,11 +198,11 @@ class _Line(NamedTuple):
 def _text_of_line(line: bytes, name: str) -> tuple[object, str | None]:
     """(the field's value, None) or (None, what is wrong with the line)."""
     try:
-        values = json.loads(line.decode())
+        values = json.loads(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 at its byte {error.start + 1:,}"
     except json.JSONDecodeError as error:
-        return None, f"no JSON ({error.msg} at character {error.pos + 1:,})"
+        return None, f"no JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1:,})"
     except RecursionError:
         return None, "no JSON that can be read (nested too deeply)"
     if not isinstance(values, dict):
