@@ -117,6 +117,23 @@ def test_weights_after_20_steps_are_those_of_one_process_bit_for_bit(stages, cor
         assert not different, f"{layout}: {len(different)} parameters differ, first {different[0]}"
 
 
+def _short_llama(**layout):
+    config = _config(family="llama", chunks=4, **layout)
+    return replace(config, train=replace(config.train, steps=5))
+
+
+def test_a_llamas_weights_are_those_of_one_process_bit_for_bit(corpus):
+    layouts = [dict(schedule="interleaved_1f1b", checkpoint="always"), dict(schedule="zb_v")]
+    torch.set_num_threads(1)
+    ((history, weights),) = _train(0, 1, corpus, [_short_llama(engine="single")])
+    answers = run_ranks(_train, 2, corpus, [_short_llama(stages=2, interleave=2, **layout) for layout in layouts])
+    for index, layout in enumerate(layouts):
+        assert all(answer[index][0] == history for answer in answers), layout
+        held = {name: weight for answer in answers for name, weight in answer[index][1].items()}
+        assert held.keys() == weights.keys()
+        assert all(np.array_equal(held[name], weight) for name, weight in weights.items()), layout
+
+
 ROUNDING = 2e-4  # relative distance of the weights after 20 float32 steps that add the same numbers in another order
 
 
