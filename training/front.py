@@ -31,7 +31,7 @@ from pipeline.profile import Profile
 from planning.balance import resolved_balance
 from planning.calibrate import calibrated
 from planning.durations import durations
-from training import announce, join, measure, outcome, resume, sweep
+from training import announce, join, measure, outcome, resume, spent, sweep
 from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
 from training.data import Corpus, prepare
 from training.launch import launch
@@ -315,6 +315,8 @@ def _say_end(job: Job, jobs: list[Job]) -> None:
     result = job.result
     if job.number is None and (comparison := outcome.table(result)):
         print("\n" + comparison)
+    if job.number is None and (went := spent.table(result)):
+        print("\n" + went)
     if job.number is None:
         print(f"\n{result['status']}{sweep.mark(result)}: {job.run_dir}{_how_to_go_on(job)}")
         print("look at it: tensorboard --logdir experiments", flush=True)

@@ -217,7 +217,7 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
     checkpoints.save(Position(done, skipped, validated=False), wait=True)
     if reason != "signal":
         validated = _validate(trainer, recorder, progress, done)
-    tracer.close()
+    note = tracer.close()
     found = trainer.watch.report()
     if found is not None:
         progress.say(imbalance.sentence(found))
@@ -227,6 +227,7 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
         "steps": done,
         "skipped_steps": skipped or None,
         "imbalance": found,
+        "bubble_note": note,
         "checkpoint": checkpoints.figures(),
         "peak_resident_bytes": [int(value) for value in ranks.gather(ranks.peak_resident_bytes())],
         **validated,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RootConfig, from_dict, to_dict
-from training import events, outcome
+from training import events, outcome, spent
 
 STATUSES = ("completed", "stopped", "failed", "out_of_memory", "invalid", "skipped")
 
@@ -226,19 +226,13 @@ def summary(run_dir: str | os.PathLike) -> dict[str, Any]:
         values = [step[key] for step in steady if isinstance(step.get(key), (int, float))]
         if values:
             result[key] = statistics.median(values)
-    timed = [step["time"] for step in steady if step.get("time")]
-    if timed:  # of each rank; of the ranks that there are now
-        result["time"] = {part: _median_of_ranks([time.get(part) for time in timed]) for part in timed[-1]}
+    if timed := [step for step in steady if step.get("time")]:
+        result |= spent.typical(timed)
     memory = [step["memory_bytes"] for step in steps if step.get("memory_bytes")]
     if memory:  # of the ranks that there are now: a run may have gone on in another layout
         memory = [ranks for ranks in memory if len(ranks) == len(memory[-1])]
         result["peak_memory_bytes"] = [max(rank) for rank in zip(*memory, strict=True)]
     return result
-
-
-def _median_of_ranks(values: list[list[float] | None]) -> list[float]:
-    alike = [ranks for ranks in values if ranks is not None and len(ranks) == len(values[-1])]
-    return [statistics.median(rank) for rank in zip(*alike, strict=True)]
 
 
 def _read_metrics(path: Path) -> tuple[list[dict], list[dict]]:

@@ -121,10 +121,11 @@ class Tracer:
         if step == max(self.kept):
             self._draw()
 
-    def close(self) -> None:
-        """Draws what was kept of a run that ended before all of it was."""
+    def close(self) -> str | None:
+        """Draws what was kept of a run that ended before all of it was; what is to be said of the measured bubble."""
         if self.seen and self.seen[-1][0] != max(self.kept):
             self._draw()
+        return self._note()
 
     def _draw(self) -> None:
         """timeline.png: of the steps kept, the one with the median flush."""
@@ -144,7 +145,7 @@ class Tracer:
             "predicted": predicted,
         }
         shown = ", ".join(f"{value:.3f} {name}" for name, value in figures.items() if value is not None)
-        notes = [f"bubble_fraction  {shown}"] + [note for note in (self._about().get("note"),) if note]
+        notes = [f"bubble_fraction  {shown}"] + ([note] if (note := self._note()) else [])
         parallel = config.parallel
         title = (
             f"{config.model.name}  {parallel.name}  {self.schedule.name}  stages={parallel.stages} "
@@ -158,11 +159,10 @@ class Tracer:
             about["clocks"] = self.clocks.to_dict()
         if self.config.emulate.enabled:
             about["emulated"] = f"seconds of {self.config.hardware.name}; one took {self.unit:g} s here"
-        if self.schedule is None:
-            about["note"] = UNSEEN
-        elif (note := crowded(self.config)) is not None:
-            about["note"] = note
-        return about
+        return about | ({"note": note} if (note := self._note()) else {})
+
+    def _note(self) -> str | None:
+        return UNSEEN if self.schedule is None else crowded(self.config)
 
 
 def planned_step(plan: dict, schedule: Schedule, flushes: int) -> list[RankStep] | None:
