@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.check import KNOWN, check, check_sharding
 from conf.resolve import resolve
-from conf.schema import RootConfig, VerifyConfig, to_dict
+from conf.schema import ModelConfig, RootConfig, VerifyConfig, to_dict
 from models.describe import describe, num_parameters
 from pipeline.placement import num_ranks
 from pipeline.schedule import SCHEDULES, make_schedule
@@ -84,10 +84,11 @@ def whole(typed: RootConfig, options: VerifyConfig) -> RootConfig:
     config = RootConfig(**{name: copy.deepcopy(getattr(typed, name)) for name in RootConfig.__dataclass_fields__})
     model = config.model
     if options.width is not None:
-        if options.width % model.heads:
+        unit, what = _width_unit(model)
+        if options.width % unit:
             raise ValueError(
-                f"verify.width={options.width} is not divisible by model.heads={model.heads}: "
-                f"the nearest that is: {max(1, round(options.width / model.heads)) * model.heads}"
+                f"verify.width={options.width} is not divisible by {what}: "
+                f"the nearest that is: {max(1, round(options.width / unit)) * unit}"
             )
         if model.feedforward is not None:
             model.feedforward = max(1, round(model.feedforward * options.width / model.hidden))
@@ -101,6 +102,13 @@ def whole(typed: RootConfig, options: VerifyConfig) -> RootConfig:
     if config.parallel.balance == "time":
         config.parallel.balance = "auto"  # any cut has the same gradients: nothing is measured for it
     return resolved_balance(config)[0]
+
+
+def _width_unit(model: ModelConfig) -> tuple[int, str]:
+    """What a width must be a multiple of, and its name: whole heads, of an even width where positions rotate them."""
+    if model.family == "llama":
+        return 2 * model.heads, f"2 x model.heads={model.heads}"
+    return model.heads, f"model.heads={model.heads}"
 
 
 def matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
@@ -142,17 +150,18 @@ def matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
 
 def mesh_matrix(typed: RootConfig, options: VerifyConfig) -> list[RootConfig]:
     """The ranks of the typed layout, every schedule x each level of sharding that it allows x sequence parallelism;
-    tied with dropout and two flushes, then untied with one and activation checkpointing."""
+    in turn tied with dropout and two flushes, and untied with one and activation checkpointing."""
     model, parallel = typed.model, typed.parallel
     base = VerifyConfig(width=options.width or 8 * model.heads, blocks=options.blocks or MATRIX_BLOCKS)
     kinds = ((True, 0.1, 2, "never"), (False, 0.0, 1, "always"))
     levels = KNOWN["parallel.shard"] if parallel.data > 1 else ("none",)
     sequence_parallel = (False, True) if parallel.tensor > 1 else (False,)
     cases = []
-    for (tied, dropout, accumulate, checkpoint), name in product(kinds, SCHEDULES):
+    for name in SCHEDULES:
         interleave = INTERLEAVES.get(name, (1,))[0]
         chunks = _chunks(name, parallel.stages, interleave)[0]
-        for level, shared in product(levels, sequence_parallel):
+        for number, (level, shared) in enumerate(product(levels, sequence_parallel)):
+            tied, dropout, accumulate, checkpoint = kinds[(number // 2 + number) % 2]
             layout = dict(schedule=name, interleave=interleave, chunks=chunks, checkpoint=checkpoint, shard=level)
             batch = accumulate * chunks * parallel.data
             config = replace(
@@ -190,12 +199,13 @@ def _check_memory(config: RootConfig) -> None:
     model = config.model
     stages = config.parallel.stages * config.parallel.interleave
     width, blocks = model.hidden, max(stages, min(model.blocks, 2 * stages))
-    while width > model.heads:
+    unit, _ = _width_unit(model)
+    while width > unit:
         feedforward = round(model.feedforward * width / model.hidden)
         smaller = replace(model, hidden=width, blocks=blocks, feedforward=feedforward)
         if COPIES * 8 * num_parameters(describe(smaller)) <= available / 4:
             break
-        width = max(1, width // 2 // model.heads) * model.heads
+        width = max(1, width // 2 // unit) * unit
     raise ValueError(
         f"{count:,} parameters need about {gib(need)} in float64, beside one process' reference, and this machine has "
         f"{gib(available)} free: verify the same structure with verify.width={width} verify.blocks={blocks}"
@@ -282,7 +292,7 @@ def _mesh_table(cases: list[RootConfig], reports: list[Report]) -> str:
     for (schedule, interleave, shard, shared), errors in families.items():
         layout = f"{schedule:<17} {interleave:>10} {shard:<10} {'yes' if shared else 'no':<17}"
         lines.append(f"{layout} {len(errors):>6}  {_error(max(errors))}")
-    lines.append("each tied with dropout 0.1 and 2 flushes, and untied with 1 flush and activation checkpointing")
+    lines.append("in turn tied with dropout 0.1 and 2 flushes, and untied with 1 flush and activation checkpointing")
     return "\n".join(lines)
 
 
