@@ -24,9 +24,7 @@ def main() -> int:
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
     def compose_and_run(config: DictConfig) -> None:
-        from training import front
-
-        front.run(config, jobs)
+        command.run(config, jobs)  # a launcher that runs it elsewhere imports training.command for this name
 
     return command.main(compose_and_run, jobs)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from comparing import panels
 from comparing.markup import cell, table
 from comparing.runs import Run
-from comparing.table import SHOWN, differing, short_names, show_figure, text_of
+from comparing.table import SHOWN, differing, short_names, show_figure, show_status, text_of
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -84,4 +84,4 @@ def _table(runs: Sequence[Run]) -> Section:
 
 
 def _status(run: Run) -> str:
-    return cell(run.status.replace("_", " "), kind=run.status)
+    return cell(show_status(run).replace("_", " "), kind=run.status)

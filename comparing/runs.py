@@ -232,11 +232,16 @@ def _json(path: Path) -> tuple[dict | None, str]:
 def _config(path: Path) -> tuple[dict[str, Any], str]:
     """The flat configuration, and what is missing."""
     values, flaw = _json(path / "resolved.json")
-    if values is None:
-        values = _yaml(path / ".hydra" / "config.yaml")
-    if not isinstance(values, dict):
+    if values is not None:
+        return dict(_flat(values)), ""
+    composed = _yaml(path / ".hydra" / "config.yaml")
+    if not isinstance(composed, dict):
         return {}, f"resolved.json {flaw}" if flaw else "no configuration"
-    return dict(_flat(values)), ""
+    # refused before it was resolved: what was to be chosen for the user is not known, and differs from nothing
+    known = {key: value for key, value in _flat(composed) if value is not None}
+    if known.get("hardware.name") == "auto":
+        known = {key: value for key, value in known.items() if not key.startswith("hardware.")}
+    return known, ""
 
 
 def _flat(values: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -174,7 +174,7 @@ def render(runs: Sequence[Run], extra: dict[str, Sequence[str]] | None = None) -
     names = short_names(keys)
     columns = [[heading, *cells] for heading, cells in (extra or {}).items()]
     columns += [[names[key], *(text_of(r.config[key]) if key in r.config else "" for r in runs)] for key in keys]
-    columns.append(["status", *(run.status for run in runs)])
+    columns.append(["status", *(show_status(run) for run in runs)])
     for key, (heading, _) in SHOWN.items():
         cells = [show_figure(run, key) for run in runs]
         if any(cells) and (key != "bubble_fraction_ideal" or set(cells) != {"0.0%"}):
@@ -183,6 +183,11 @@ def render(runs: Sequence[Run], extra: dict[str, Sequence[str]] | None = None) -
     rows = zip(*(_aligned(column) for column in columns), strict=True)
     lines = ["  ".join(row).rstrip() for row in rows]
     return "\n".join([*lines, *_notes(runs)])
+
+
+def show_status(run: Run) -> str:
+    """The status, marked where the hardware was not there."""
+    return f"{run.status} (emulated)" if run.result.get("emulated") else run.status
 
 
 def show_figure(run: Run, key: str) -> str:

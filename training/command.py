@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.schema import register
@@ -35,6 +35,13 @@ class Refused(BaseException):
     """Bad input of a single run. Not an Exception: Hydra would print about it."""
 
 
+def run(config: DictConfig, jobs: list[Job]) -> None:
+    """One composed configuration, to its end (training/front.py)."""
+    from training import front
+
+    front.run(config, jobs)
+
+
 def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
     """Call Hydra's main, print what went wrong in one line, or a sweep's table; returns the exit code."""
     full_error = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -43,6 +50,8 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
     interrupted = False
     try:
         with _sigterm_as_interrupt():
+            if {"-m", "--multirun"} & set(sys.argv):
+                sweep.announce()
             if rank is not None and {"-m", "--multirun"} & set(sys.argv):
                 raise Refused("-m starts one run after the other, each with its own ranks: start it without torchrun")
             if rank:
@@ -61,8 +70,9 @@ def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
     except KeyboardInterrupt:
         interrupted = True
     finally:
+        jobs += sweep.collect()
         if jobs and jobs[0].number is not None:
-            print("\n" + sweep.table(jobs))
+            print("\n" + sweep.report(jobs), flush=True)
             if interrupted:
                 print("interrupted: the same command with resume_sweep=true runs what is missing")
     statuses = [job.result["status"] for job in jobs]

@@ -31,7 +31,7 @@ from pipeline.profile import Profile
 from planning.balance import resolved_balance
 from planning.calibrate import calibrated
 from planning.durations import durations
-from training import announce, join, measure, outcome, resume, spent, sweep
+from training import announce, evaluate, join, measure, outcome, resume, spent, sweep
 from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
 from training.data import Corpus, prepare
 from training.launch import launch
@@ -66,7 +66,7 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
         if in_sweep and config.resume_sweep and (earlier := sweep.find_completed(folder.parent, job.overrides)):
             job.run_dir, job.result, job.earlier = earlier, read_result(earlier), True
             print(f"done already: {earlier}")
-            jobs.append(job)
+            sweep.add(job, jobs)
             return
         try:
             config, found = _resumed(config, job)
@@ -77,14 +77,20 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
             _record_invalid(config, job, error)
         else:
             _train(config, job, plan, found)
-        jobs.append(job)
+        sweep.add(job, jobs)
     _say_end(job, jobs)
-    if in_sweep and job.interrupted:
+    if in_sweep and job.interrupted and not sweep.elsewhere():
         raise KeyboardInterrupt
 
 
 def _resumed(config: DictConfig, job: Job) -> tuple[DictConfig, resume.Found | None]:
-    """With resume=: the saved configuration with what was typed on top, and the run to go on from."""
+    """With resume= or evaluate=: the saved configuration with what was typed on top, and the run."""
+    if config.evaluate is not None:
+        found = evaluate.find(_to_object(config))
+        config, _ = resume.compose(config, job.overrides, found)
+        if job.number is None and not _folder_typed():
+            job.run_dir = evaluate.folder(job.run_dir, config.name, found)
+        return config, found
     if config.resume is None:
         return config, None
     if job.number is not None:
@@ -99,15 +105,19 @@ def _resumed(config: DictConfig, job: Job) -> tuple[DictConfig, resume.Found | N
 
 def _train(config: DictConfig, job: Job, plan: Plan, found: resume.Found | None) -> None:
     """In a new folder, or in the one of the run that is resumed."""
-    if found is not None and resume.is_done(plan.config, found):
+    evaluates = config.evaluate is not None
+    if found is not None and not evaluates and resume.is_done(plan.config, found):
         job.run_dir, job.result, job.earlier = found.run_dir, read_result(found.run_dir), True
         print(f"all {found.step} steps are done already; a larger train.steps goes on")
         return
-    _say(plan)
-    if found is None or _folder_typed():
+    if evaluates:
+        print(evaluate.describe(plan.config, plan.corpus, plan.memory, plan.split, found))
+    else:
+        _say(plan)
+    if found is None or evaluates or _folder_typed():
         job.run_dir = _claim_for(job)
         resume.lock(job.run_dir)
-        if found is not None:
+        if found is not None and not evaluates:
             resume.go_on_in(job.run_dir, found)
     else:
         job.run_dir = resume.reopen(found)
@@ -120,10 +130,13 @@ def _train(config: DictConfig, job: Job, plan: Plan, found: resume.Found | None)
 def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequence[str] = ()) -> Plan:
     """Every check that needs no rank. Raises ValueError, or OmegaConf's errors, for bad input.
 
-    found: the run to go on from, with what was `typed` on top.
+    found: the run to go on from, or to evaluate, with what was `typed` on top.
     """
     composed = _to_object(config)
-    if found is not None:
+    evaluates = composed.evaluate is not None
+    if evaluates:
+        evaluate.settle(composed, typed, found)
+    elif found is not None:
         resume.keep_chosen(composed, typed, found.facts)
     if not re.fullmatch(r"[\w.+=-]+(/[\w.+=-]+)*", composed.name) or ".." in composed.name.split("/"):
         raise ValueError(f"name={composed.name} names a folder in experiments/: use letters, digits and . _ + = - only")
@@ -133,15 +146,19 @@ def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequ
         join.check_world(num_ranks(resolved.parallel))
     resolved, split, profile = _cut(resolved)
     memory = announce.predicted_memory(resolved)
+    if evaluates:
+        memory = evaluate.memory(memory)
     if resolved.preflight:
         announce.preflight(resolved, memory)
     announce.check_room(resolved, Path("experiments", resolved.name) if found is None else found.run_dir)
-    prediction = outcome.plan_for(resolved)
+    prediction = {} if evaluates else outcome.plan_for(resolved)  # it predicts training
     if resolved.emulate.enabled:  # reads no data
         prediction |= {"durations": durations(calibrated(resolved)).to_dict()}
         return Plan(composed, resolved, None, memory, warnings, split, profile, prediction)
     corpus = prepare(resolved.data, sequence=resolved.train.sequence)
-    if found is not None:
+    if evaluates:
+        evaluate.check_compatible(resolved, corpus, found)
+    elif found is not None:
         resume.check_compatible(resolved, corpus, found)
         if not _folder_typed():
             resume.lock(found.run_dir)
@@ -278,7 +295,7 @@ def follow(rank: int) -> int:
     error = None
     try:
         config = join.compose_without_folder()
-        if config.resume is None:  # else the folder is there already, and rank 0 checks
+        if config.resume is None and config.evaluate is None:  # else the folder is there already, and rank 0 checks
             plan = make_plan(config)
     except BAD_INPUT as bad:
         error = bad
@@ -319,7 +336,8 @@ def _say_end(job: Job, jobs: list[Job]) -> None:
         print("\n" + went)
     if job.number is None:
         print(f"\n{result['status']}{sweep.mark(result)}: {job.run_dir}{_how_to_go_on(job)}")
-        print("look at it: tensorboard --logdir experiments", flush=True)
+        if "evaluation" not in result:
+            print("look at it: tensorboard --logdir experiments", flush=True)
     else:
         note = f": {result['failure']}" if result["status"] in sweep.BAD else ""
         if result["status"] == "skipped":

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import socket
 import sys
 import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from comparing.front import write
+from comparing.runs import find, read, read_all
+from comparing.table import render
 from training.record import read_overrides, read_result
 
 BAD = ("failed", "out_of_memory", "invalid")  # statuses that make the command's exit code 1
+REPOSITORY = Path(__file__).resolve().parent.parent
+SWEEP = "PIPELINE_SWEEP"  # environment variable of `announce`
 NAME_LENGTH = 120  # characters of a folder's name that values may take
 
 
@@ -74,7 +85,7 @@ def swept(overrides: Sequence[str]) -> dict[str, str]:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    typed = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    typed = [argument for argument in _typed() if not argument.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(typed)
     varies = {override.get_key_element(): override.is_sweep_override() for override in parsed}  # the last one counts
     pairs = [override.partition("=")[::2] for override in overrides]
@@ -108,38 +119,83 @@ def _identity(overrides: Sequence[str]) -> list[str]:
     return sorted(override for override in overrides if override.partition("=")[0].lstrip("+") != "resume_sweep")
 
 
-def table(jobs: Sequence[Job]) -> str:
-    """All jobs of a sweep, one a line: number, swept values, status and the figures that are there."""
-    from training.announce import gib
-
-    keys = list(dict.fromkeys(key for job in jobs for key in swept(job.overrides)))
-    rows = [["job", *keys, "status", "loss", "tokens/s", "step time", "peak memory"]]
-    for job in jobs:
-        result, values = job.result, swept(job.overrides)
-        rows.append(
-            [
-                str(job.number),
-                *(values.get(key, "") for key in keys),
-                f"{result['status']}{mark(result)}{' (earlier)' if job.earlier else ''}",
-                _shown(result.get("loss"), "{:.4f}"),
-                _shown(result.get("tokens_per_s"), "{:,.0f}"),
-                _shown(result.get("step_time_s"), "{:.3f} s"),
-                _shown(max(result.get("peak_memory_bytes", []), default=None), gib),
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def mark(result: dict) -> str:
     """What stands behind the status of a run on hardware that is not there."""
     return " (emulated)" if result.get("emulated") else ""
 
 
-def _shown(value: object, form: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):  # "nan"
-        return value
-    return form.format(value) if isinstance(form, str) else form(value)
+# --- the end ---
+
+
+def report(jobs: Sequence[Job]) -> str:
+    """All jobs in the table of compare.py, in their order, and where the page on all runs of the experiment is."""
+    runs = [read(job.run_dir) for job in jobs]
+    extra = {"job": [f"{job.number}{' (earlier)' if job.earlier else ''}" for job in jobs]}
+    return f"{render(runs, extra)}\n\n{_page(jobs[0].run_dir.parent)}"
+
+
+def _page(experiment: Path) -> str:
+    try:
+        page = write(read_all(find([experiment])), experiment, str(experiment))[-1]
+    except (ValueError, ImportError, OSError) as error:
+        return f"no page: {error}"
+    return f"look at it: {page} (again: python compare.py {experiment})"
+
+
+# --- jobs in other processes, where hydra/launcher says so ---
+
+
+def announce() -> None:
+    """In the process that -m was typed into: tell the jobs of a launcher that starts them elsewhere, through the
+    environment, what was typed, where the code is, and where to leave what became of them."""
+    drop = Path("experiments", ".sweeps", uuid.uuid4().hex[:12]).absolute()
+    told = {"process": _process(), "typed": sys.argv[1:], "drop": str(drop)}
+    os.environ[SWEEP] = json.dumps(told)
+    paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+def elsewhere() -> bool:
+    """Whether this process runs a job of a sweep that was typed into another process."""
+    told = _told()
+    return told is not None and told["process"] != _process()
+
+
+def add(job: Job, jobs: list[Job]) -> None:
+    """Note what became of a job; where the sweep's own process does not see `jobs`, in a file for `collect`."""
+    jobs.append(job)
+    if job.number is not None and elsewhere():
+        drop = Path(_told()["drop"])
+        drop.mkdir(parents=True, exist_ok=True)
+        partial = drop / f"{job.number}.tmp"
+        partial.write_text(json.dumps(asdict(job) | {"run_dir": str(job.run_dir.absolute())}))
+        os.replace(partial, drop / f"{job.number}.json")
+
+
+def collect() -> list[Job]:
+    """In the sweep's own process: the jobs that ran elsewhere, by number."""
+    told = _told()
+    if told is None or elsewhere():
+        return []
+    jobs, drop = [], Path(told["drop"])
+    for path in drop.glob("*.json"):
+        job = Job(**json.loads(path.read_text()))
+        job.run_dir = Path(os.path.relpath(job.run_dir))
+        jobs.append(job)
+    shutil.rmtree(drop, ignore_errors=True)
+    with suppress(OSError):  # of a sweep beside this one
+        drop.parent.rmdir()
+    return sorted(jobs, key=lambda job: job.number)
+
+
+def _typed() -> list[str]:
+    return _told()["typed"] if elsewhere() else sys.argv[1:]
+
+
+def _told() -> dict | None:
+    text = os.environ.get(SWEEP)
+    return None if text is None else json.loads(text)
+
+
+def _process() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
