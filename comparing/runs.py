@@ -71,11 +71,10 @@ class Run:
 
     def micro_batch(self) -> int | None:
         """Sequences of one micro-batch, on one replica."""
-        keys = ("train.global_batch", "train.accumulate", "parallel.chunks", "parallel.data")
-        values = [self.config.get(key, 1) for key in keys]
-        if not all(isinstance(value, int) and value > 0 for value in values):
+        batch, chunks = (self.config.get(key) for key in ("train.global_batch", "parallel.chunks"))
+        accumulate, data = (self.config.get(key, 1) for key in ("train.accumulate", "parallel.data"))
+        if not all(isinstance(value, int) and value > 0 for value in (batch, chunks, accumulate, data)):
             return None
-        batch, accumulate, chunks, data = values
         size, rest = divmod(batch, accumulate * chunks * data)
         return size if size and not rest else None
 

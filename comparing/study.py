@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def smooth_loss(run: Run) -> list[float]:
     """The lowest loss so far, each a mean over a twentieth of the curve's points, one a point of `run.steps`."""
     losses = [number(step.get("loss")) for step in run.steps]
     width = max(1, len(losses) // 20)
-    best, found = float("inf"), []
+    best, found = math.inf, []
     for i in range(len(losses)):
         window = [loss for loss in losses[max(0, i + 1 - width) : i + 1] if loss is not None]
         if window:
@@ -133,11 +134,12 @@ def contests(runs: Sequence[Run]) -> list[Contest]:
 
 def _entries(names: dict[str, list[Run]]) -> list[dict]:
     smooth = {run.path: smooth_loss(run) for group in names.values() for run in group if run.steps}
-    target = max((losses[-1] for losses in smooth.values()), default=None)
+    target = max((losses[-1] for losses in smooth.values() if losses[-1] < math.inf), default=None)  # emulated: no loss
     entries = []
     for name, group in names.items():
         ideal = typical(group, "bubble_fraction_ideal")
-        times = [time_to(target, elapsed(run), smooth[run.path]) for run in group if run.path in smooth]
+        reached = [run for run in group if target is not None and run.path in smooth]
+        times = [time_to(target, elapsed(run), smooth[run.path]) for run in reached]
         times = [seconds for seconds in times if seconds is not None]
         entries.append(
             {
