@@ -12,8 +12,16 @@ from torch import nn
 import models
 from conf.check import check
 from conf.schema import ModelConfig
+from models.describe import activation_bytes, describe, forward_flops
 from models.documents import attention_mask
 from models.llama import Attention, rotary_frequencies
+from planning.balance import resolved_balance
+from planning.layers import layer_cost
+from planning.links import Group
+from planning.memory import micro_batch
+from planning.predict import ranks_memory
+from planning.stack import get_stack
+from planning.step import Layout
 
 VOCABULARY = 50
 
@@ -214,3 +222,53 @@ def test_bad_input_is_one_line_with_the_remedy(overrides, words):
     with pytest.raises(ValueError) as refusal:
         check(resolved("model=llama_tiny", *overrides), here=False)
     assert "\n" not in str(refusal.value) and all(word in str(refusal.value) for word in words), refusal.value
+
+
+# ---- what the planner makes of it ------------------------------------------------------------------------------------
+
+
+class CountingRates:
+    """A device whose seconds are the FLOPs of its products."""
+
+    def matmul_s(self, rows, inner, columns, batch=1):
+        return 2 * batch * rows * inner * columns
+
+    def pass_s(self, moved_bytes):
+        return 0.0
+
+
+@pytest.mark.parametrize("name, tensor", [("llama3_8b", 1), ("llama3_8b", 2), ("gpt_7b", 1), ("gpt_7b", 2), ("mlp", 1)])
+def test_planned_products_are_those_that_are_described(name, tensor):
+    config = resolved(f"model={name}", "hardware=p4de", "parallel=pp4")
+    config.parallel.tensor = tensor
+    stack = get_stack("megatron")  # whose attention computes the half above the diagonal too, as is described
+    for spec in describe(config.model):
+        cost = layer_cost(spec, config, stack, CountingRates(), Group())
+        flops = micro_batch(config) * forward_flops(spec, config.model, config.train.sequence) / tensor
+        assert cost.forward.matmul == pytest.approx(flops, rel=1e-12), spec.name
+        assert cost.backward_input.matmul + cost.backward_weight.matmul == pytest.approx(2 * flops, rel=1e-12)
+
+
+def test_llama3_70b_on_512_a100s():
+    """8 pipeline x 4 tensor ranks: matrices in four parts, norms whole on each; everything within 80 GiB."""
+    config = resolved("model=llama3_70b", "parallel=megatron_8x4x16", "hardware=a100_80gb")
+    assert check(config, here=False) == []
+    config, _ = resolved_balance(config)
+    ranks = ranks_memory(config, Layout.of(config))
+    norms = (2 * 80 + 1) * 8192
+    assert sum(rank["weights"] for rank in ranks) == 4 * ((70_553_706_496 - norms) // 4 + norms)
+    assert len(ranks) == 8 and max(rank["total"] for rank in ranks) < config.hardware.memory_bytes
+
+
+@pytest.mark.parametrize("precision, stream, compute", [("float32", 4, 4), ("bfloat16", 4, 2)])
+def test_bytes_that_a_block_keeps_on_cuda(precision, stream, compute):
+    """By hand, a token, RMSNorm in one kernel: two norms' inputs and inverse roots; what q, k, v and gate, up read; q,
+    the mixture, k, v; gate, its SiLU, up, their product; the log-sum-exp of each head; matrices in bfloat16."""
+    D, K, F, H = 4096, 1024, 14336, 32
+    config = resolved("model=llama3_8b", "hardware=p4de")
+    block = describe(config.model)[1]
+    token = stream * (2 * D + 2 + H) + compute * (2 * D + 2 * D + 2 * K + 4 * F)
+    copies = 2 * (2 * D * D + 2 * D * K + 3 * D * F) if precision == "bfloat16" else 0
+    assert activation_bytes(block, config.model, 2, 512, precision, False) == 2 * 512 * token + copies
+    on_cpu = activation_bytes(block, config.model, 2, 512, precision, False, fused_norm=False)
+    assert on_cpu == 2 * 512 * (token + 2 * stream * D) + copies

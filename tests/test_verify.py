@@ -158,6 +158,7 @@ def test_the_command_exits_with_1_beyond_the_tolerance():
     "arguments, words",
     [
         (["verify.width=30"], ["verify.width=30", "model.heads=4", "32"]),
+        (["model=llama_tiny", "verify.width=36"], ["verify.width=36", "2 x model.heads=4", "32"]),
         (["model=gpt_100b", "parallel=pp4"], ["verify.width=", "verify.blocks=", "GiB"]),
         (["verify.blocks=1", "parallel.stages=5"], ["5 model stages", "4 layers"]),
         (["parallel.schedule=wrong"], ["wrong", "1f1b"]),
