@@ -63,8 +63,6 @@ def _check_stored(data: DataConfig) -> None:
 
 def check_data(data: DataConfig) -> None:
     """The data of a run that is about to start. Raises ValueError."""
-    if not data.cross_documents:
-        raise ValueError("train.py does not run data.cross_documents=false yet: attention crosses documents")
     for part in [part for _, part in mixed(data)] if data.source == "mix" else [data]:
         if part.source in NEEDED_PATHS and not part.path:
             raise ValueError(f"data={part.source} needs data.path: {NEEDED_PATHS[part.source]}")

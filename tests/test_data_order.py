@@ -161,12 +161,25 @@ def test_every_token_knows_its_document(tmp_path):
     assert np.array_equal(np.diff(batches.validation_documents(1, 5), axis=1), held[:, :-1] == 0)
 
 
+def test_every_rank_gets_the_documents_of_its_own_sequences_when_attention_does_not_cross_them(tmp_path):
+    corpus = make(tmp_path, "jsonl", path=write_jsonl(tmp_path / "a.jsonl", documents(50)))
+    for rank in range(2):
+        trainer = _trainer(corpus, 3, 8, 2, rank, 1, 2)
+        assert trainer.batch(0, 0).documents is None
+        trainer.config.data.cross_documents = False
+        trainer.engine = SimpleNamespace(needs_inputs=False, needs_targets=False)  # a stage in the middle
+        batch = trainer.batch(0, 8)
+        expected = Batches(corpus, SEQUENCE, 3).train_documents(8 + 4 * rank, 4)
+        assert batch.inputs is None and batch.documents.tolist() == expected.tolist()
+
+
 def test_documents_without_a_separator_are_refused(tmp_path):
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     values = dict(path=tmp_path / "a.bin", dtype="uint16", vocabulary=1000)
     with pytest.raises(ValueError, match="needs a token between documents"):
-        Batches(make(tmp_path, "tokens", **values), 16, seed=0).train_documents(0, 2)
-    numbers = Batches(make(tmp_path, "tokens", separator=5, **values), 16, seed=0).validation_documents(0, 2)
+        make(tmp_path, "tokens", cross_documents=False, **values)
+    corpus = make(tmp_path, "tokens", separator=5, cross_documents=False, **values)
+    numbers = Batches(corpus, 16, seed=0).validation_documents(0, 2)
     assert not numbers.any()  # the only one is in the training part
 
 

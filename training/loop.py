@@ -80,11 +80,12 @@ class Trainer:
         needed = {"inputs": self.engine.needs_inputs, "targets": self.engine.needs_targets}
         want = [name for name, needs in needed.items() if needs]
         inputs, targets = self.batches.train(first, count, want)
+        documents = None if self.config.data.cross_documents else self.batches.train_documents(first, count)
         keys = None
         if self.config.model.dropout > 0:
             samples = torch.arange(first, first + count)
             keys = sample_keys(self.config.train.seed, step, samples).to(self.ranks.device)
-        return Batch(self._tensor(inputs), self._tensor(targets), keys)
+        return Batch(self._tensor(inputs), self._tensor(targets), keys, self._tensor(documents))
 
     def step(self, step: int) -> Outcome:
         """One optimizer step (from 0): `accumulate` flushes, tied gradients, clipping, update."""
@@ -128,12 +129,17 @@ class Trainer:
         size = -(-count // self.config.parallel.data)  # of each data rank: all take part in each forward
         first = min(self.place.data * size, count - 1)
         inputs, targets = self.batches.validation(first, min(size, count - first))
+        documents = None
+        if not self.config.data.cross_documents:
+            documents = self.batches.validation_documents(first, min(size, count - first))
+            documents = np.resize(documents, (size, documents.shape[1]))
         real = min(size, max(0, count - self.place.data * size))
         inputs, targets = (np.resize(array, (size, array.shape[1])) for array in (inputs, targets))
         targets[real:] = IGNORED
         batch = Batch(
             self._tensor(inputs if self.engine.needs_inputs else None),
             self._tensor(targets if self.engine.needs_targets else None),
+            documents=self._tensor(documents),
         )
         loss = float(self.engine.evaluate(batch, size))
         (total,) = self.ranks.sum([loss if self.place.tensor == 0 else 0.0])

@@ -22,6 +22,7 @@ import numpy as np
 
 from conf.check_data import TEXT_SOURCES, mixed
 from conf.schema import DataConfig
+from training.data.batches import check_separator
 from training.data.corpus import Corpus
 from training.data.locks import locked
 from training.data.pieces import tokenise
@@ -45,11 +46,17 @@ def prepare(data: DataConfig, *, sequence: int) -> Corpus:
     The folder is named by a hash of (content, tokenizer, split): changed data or another split gets another folder.
 
     Raises ValueError for data that are missing, empty, unreadable or shorter than a sequence (T + 1 tokens on either
-    side), and for a cache that cannot be written. Names and ranges are conf.check's to refuse.
+    side), without a token between documents where attention must not cross them, and for a cache that cannot be
+    written. Names and ranges are conf.check's to refuse.
     """
     assert 0 < data.validation_fraction < 1, "conf.check comes first"
-    if data.source == "mix":
-        return _mix(data, sequence)
+    corpus = _mix(data, sequence) if data.source == "mix" else _single(data, sequence)
+    if not data.cross_documents:
+        check_separator(corpus.separator)
+    return corpus
+
+
+def _single(data: DataConfig, sequence: int) -> Corpus:
     if data.source == "tokens":
         corpus = stored(data)
     elif data.source == "synthetic":
