@@ -192,7 +192,7 @@ def against(points: Sequence[tuple[float, float, Look]], x: str, y: str) -> Figu
         y,
         xaxis=axis,
         yaxis=axis,
-        showlegend=LEGEND,
+        showlegend=legend,
         legend=LEGEND,
         height=height,
         hovermode="closest",
