@@ -14,6 +14,7 @@ from planning.balance import resolved_balance
 from training.checkpoint import Checkpoints
 from training.data import Corpus
 from training.loop import Trainer, train
+from training.parts import whole
 from training.ranks import Ranks
 from training.shards import state_of
 
@@ -44,7 +45,8 @@ def config(*, steps: int = STEPS, every: int = 0, keep: int = 2, **overrides):
         case.optimizer, name="adamw", learning_rate=3e-3, warmup_steps=4, weight_decay=0.1, clip_norm=0.05
     )
     run = dict(steps=steps, checkpoint_every=every or steps, keep_checkpoints=keep, validate_every=2, max_minutes=0)
-    case = replace(case, optimizer=optimizer, train=replace(case.train, **run, validate_sequences=8, log_every=100))
+    run |= dict(validate_sequences=8, log_every=100, trace=0)
+    case = replace(case, optimizer=optimizer, train=replace(case.train, **run))
     return resolved_balance(case, None)[0]
 
 
@@ -91,7 +93,7 @@ def run(rank: int, world: int, corpus: Corpus, run_dir: Path, starts: list) -> t
             train(trainer, records if rank == 0 else None, checkpoints, start)
             state = state_of(trainer.engine.parameters, trainer.engine.tied, trainer.optimizer)
             copies = {n: p.detach() for n, p in trainer.engine.parameters.items()}  # a tied weight's copy too
-            held = {name: tensor.numpy().copy() for name, tensor in (state | copies).items()}
+            held = {name: whole(tensor).numpy().copy() for name, tensor in (state | copies).items()}
         finally:
             trainer.engine.close()
     return records, held
