@@ -2,38 +2,42 @@
 
 Every rank's step, from when it begins to when it has updated its weights, is the sum of seven parts:
 
-    compute                F, B, I and W, the loss included
+    compute                F, B, I and W, with the loss and what layers send among tensor and data ranks
     schedule idle          idle that the schedule has when every action of a kind takes the same time, the mean over
                            ranks and micro-batches, and messages take none
     imbalance idle         what the durations as they were measured add: a slow stage, a slow micro-batch. Below zero
                            on a rank that computes more than the mean: it idles less than the schedule has planned
     exposed communication  what the messages add: the time in which no computation hid them
     host gap               what the host adds: an action's input was there, the rank free, and it did not run yet; data
-                           and all else that a step does besides. (waiting for a core, where ranks outnumber cores, is
-                           in compute as well)
-    reduction              tied weights, the gradient norm, the step's figures: from when all ranks have come to it
+                           and all else that a step does besides
+    reduction              gradients over data ranks, tied weights, the gradient norm, the step's figures: from when
+                           all ranks of the pipeline have come to it
     optimizer              clipping and update
 
-        rank 0  |data|F0|F1|F2|            |B0|B1|B2|norm|update|       |  the step: begin_s … end_s
-        rank 1  |    |  ~~|F0|B0| g |F1|B1||F2|B2|       |norm|update|
-                ^    ^                               ^
-             begin   first F                         last B or W on any rank
-                     +----------- the flush ---------+
+        begin_s                                     end_s
+        rank 0  data F0F1F2..~B0_...~B1_.~B2_ norm update
+        rank 1  data ..~F0B0_ggF1B1_F2B2_.... norm update
+                     +------ the flush -----+
+                     first F                last B or W on any rank
 
-    ~~ is a message. Waiting is told from transferring by readiness at both ends: rank 1 waits from when it is free.
-    Until rank 0 has finished F0 it waits for rank 0; from when rank 0 has handed F0 to the link until it is there, the
-    message is transferred; if it then does not run F0 at once, or rank 0 did not send at once, that is the host's (g).
+    . waits for the other rank to compute    ~ a message is under way    g the host's gap
 
-In the flush each rank idles makespan - compute. The reasons are found by replaying the flush, each time with one of
-them taken away: as measured -> without the host's gaps -> without messages -> with mean durations. What the makespan
-loses in a step of that is the part: what it costs every rank, whether it waits there or was held up by one that did
-(`where` has what each rank saw itself). So the parts sum to the step exactly, and a part is what a step would gain, the
-ones before it being gone. planning/step.py divides the predicted step in the same way.
+Waiting is told from transferring by readiness at both ends. Rank 1 waits from when it is free: for rank 0 until that
+has finished F0, and for the message from when rank 0 has handed it to the link until it is there. If rank 0 does not
+send at once, or rank 1 does not run F0 at once when it is there, that is the host's.
+
+In the flush each rank idles makespan - compute. The reasons are found by replaying the flush, each time with one more
+of them taken away: as measured, without the host's gaps, without messages, with mean durations. What the makespan loses
+by it is the part: what it costs every rank, whether it waited there itself or was held up by one that did (`where` has
+what each rank saw itself). So the parts sum to the step exactly, and a part is what the step would gain without it,
+those below it in the list being gone already. planning/step.py divides the predicted step in the same way.
 
 How long a message took is seen when the receiver waited for it. One that was there already (its wait took less than
 `THERE_S`) may have taken anything up to then: it counts as the median of those seen on the same link, or 0 where none
-was. A rank that begins its step after the first rank did (its optimizer took longer) has idled that much less in this
-step: it is taken from its schedule idle as far as it would have waited for its first input, else from its host gap.
+was. A rank that begins its step after the first F (its optimizer took longer) has idled that much less in this step: it
+is taken from its schedule idle as far as it would have waited for its first input, else from its host gap.
+
+Where ranks outnumber cores, a rank also waits for a core, in whatever part it is then: the parts mean little.
 """
 
 from __future__ import annotations

@@ -162,7 +162,10 @@ class Tracer:
         return about | ({"note": note} if (note := self._note()) else {})
 
     def _note(self) -> str | None:
-        return UNSEEN if self.schedule is None else crowded(self.config)
+        notes = [UNSEEN if self.schedule is None else crowded(self.config)]
+        if len(self.members) < self.ranks.world:
+            notes.append(f"ranks here are those of rank 0's pipeline, {self.members} of all {self.ranks.world}")
+        return "; ".join(note for note in notes if note) or None
 
 
 def planned_step(plan: dict, schedule: Schedule, flushes: int) -> list[RankStep] | None:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from pipeline.action import Action
 from pipeline.engines.base import Batch
 from pipeline.engines.clock import Clock
+from pipeline.spans import REDUCE
 
 
 def backward_input(output: Tensor, gradient: Tensor | None, x: Tensor, parameters: list[Tensor]) -> list:
@@ -81,8 +82,9 @@ class RunnableStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor):
         """Where the schedule is done with a stage; a flush that is not a step's last leaves gradients as they are."""
-        if self.reduces:
-            super().perform_reduce_grad(grad_scale_factor)
+        if self.reduces and isinstance(self.submod, FSDPModule):
+            with self._clock.span(REDUCE, f"gradients of stage {self.stage_index} over data ranks"):
+                super().perform_reduce_grad(grad_scale_factor)
 
     def get_fwd_send_ops(self, fwd_chunk_id):
         self._clock.sends()
