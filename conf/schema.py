@@ -153,8 +153,6 @@ class TrainConfig:
     log_every: Optional[int] = None  # steps between printed lines; null = about 20 lines a run
     # steps kept in timeline.json: so many after warm-up, or a list of steps (from 1); 0 = none, and none is explained
     trace: Any = 3
-    # steps kept in timeline.json: so many after warm-up, or a list of steps (from 1); 0 = none, and none is explained
-    trace: Any = 3
     checkpoint_every: Optional[int] = None  # steps; null = by hardware (cpu: at the end and at a stop only); 0 = never
     keep_checkpoints: int = 2  # the newest complete ones; older ones are deleted
     max_restarts: int = 0  # times that all ranks start again from the newest checkpoint after one has died
@@ -203,6 +201,7 @@ class RootConfig:
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
     # a run folder to go on from, with what is typed on top; auto = the newest under `name`, or a fresh start
     resume: Optional[str] = None
+    evaluate: Optional[str] = None  # a run folder: no training; its newest checkpoint's loss on all held-out tokens
     preflight: bool = True  # refuse to start when the machine's memory cannot hold the run
     profile: Any = False  # true: measure each kind of layer anew and print it before the run; a path: take that profile
     resume_sweep: bool = False  # -m: run only the jobs that have no completed run with the same overrides

@@ -200,20 +200,22 @@ class Checkpoints:
 
     # --- restoring ---
 
-    def restore(self) -> Position:
+    def restore(self, *, weights_only: bool = False) -> Position:
         """Bring parameters and optimizer to the newest checkpoint that is whole; position 0 where there is none at all.
 
         One that is not whole is named, set aside and passed over. Nothing is loaded before every file of it was found
         to be what was written. Raises CheckpointError when there are checkpoints and none is whole, or when the loss
-        of the held-out batch is not the one that was saved.
+        of the held-out batch is not the one that was saved. weights_only: without the optimizer's state, on whatever
+        data; the loss is not compared.
         """
         self.ranks.works("looking for a checkpoint")
         folders = self._agree_on_candidates()
         for folder in folders:
             facts, reason = self._examine(folder)
             if reason is None:
-                self._load(folder)
-                self._prove(folder, facts)
+                self._load(folder, weights_only)
+                if not weights_only:
+                    self._prove(folder, facts)
                 return Position(facts["step"], facts["skipped"], facts["validated"])
             self._pass_over(folder, reason)
         if folders:
@@ -257,9 +259,9 @@ class Checkpoints:
             log.warning(text)
             print(text, flush=True)
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path, weights_only: bool) -> None:
         reader = Reader(folder)
-        target = Target(self.trainer, reader.read_metadata())
+        target = Target(self.trainer, reader.read_metadata(), weights_only=weights_only)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             dcp.load(target.state, storage_reader=reader, planner=planner, **self._distributed())

@@ -10,7 +10,7 @@ from torch import nn
 
 from conf.schema import OptimizerConfig
 from models.describe import is_hidden_matrix
-from pipeline.engines.base import own_part
+from pipeline.engines.base import is_shared, own_part
 from pipeline.placement import FIRST, Place
 from training.parts import counted_here
 
@@ -66,7 +66,8 @@ def _adamw(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: d
 
 def _sgd(config: OptimizerConfig, parameters: dict[str, nn.Parameter], tied: dict[str, str]) -> torch.optim.Optimizer:
     groups = _groups(config, parameters, tied)
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    fused = not any(is_shared(parameter) for parameter in parameters.values())  # torch has no fused SGD of a DTensor
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
 
 
 def _adafactor(

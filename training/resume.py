@@ -50,12 +50,12 @@ class Found:
         return self.facts["step"]
 
 
-def find(resume: str, experiment: Path) -> Found | None:
+def find(resume: str, experiment: Path, *, key: str = "resume") -> Found | None:
     """The run that `resume` names; with "auto" the one of the `experiment` folder that saved last, or None.
 
-    Raises ValueError for a folder that is no run, or has no complete checkpoint.
+    Raises ValueError for a folder that is no run, or has no complete checkpoint; `key` names the option in it.
     """
-    if resume == "auto":
+    if resume == "auto" and key == "resume":
         runs = [path for path in experiment.glob("*") if (path / ".hydra" / "config.yaml").exists()]
         saved = [(run, *newest) for run in runs if (newest := manifest.newest(run)) is not None]
         if not saved:
@@ -64,12 +64,13 @@ def find(resume: str, experiment: Path) -> Found | None:
         return Found(run_dir, facts)
     run_dir = Path(resume)
     if not (run_dir / ".hydra" / "config.yaml").exists():
-        raise ValueError(f"resume={resume} is no run folder: there is no {run_dir / '.hydra' / 'config.yaml'}")
+        raise ValueError(f"{key}={resume} is no run folder: there is no {run_dir / '.hydra' / 'config.yaml'}")
     newest = manifest.newest(run_dir)
     if newest is None:
         flawed = ", ".join(folder.name for folder in manifest.complete(run_dir))
         why = f"{flawed} is not whole" if flawed else "it ended before one was saved"
-        raise ValueError(f"resume={resume}: the run has no complete checkpoint ({why}); start it anew without resume")
+        remedy = "; start it anew without resume" if key == "resume" else ""
+        raise ValueError(f"{key}={resume}: the run has no complete checkpoint ({why}){remedy}")
     return Found(run_dir, newest[1])
 
 
@@ -88,7 +89,8 @@ def compose(typed: DictConfig, overrides: Sequence[str], found: Found) -> tuple[
     keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))]
     for key in keys:
         if key.partition(".")[0] not in {field.name for field in fields(RootConfig)}:
-            raise ValueError(f"{key}= cannot be typed with resume=; type the values themselves")
+            what = "resume" if typed.evaluate is None else "evaluate"
+            raise ValueError(f"{key}= cannot be typed with {what}=; type the values themselves")
         if key in groups:
             result[key] = typed[key]
         elif key != "resume":
@@ -123,7 +125,7 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
     """Raises ValueError, with both values, when a resolved configuration cannot go on from what was saved."""
     facts = found.facts
     _check_corpus(corpus, facts["corpus"])
-    _check_parameters(config, facts)
+    check_parameters(config, facts)
     values = asdict(config)
     for key, reason in FIXED.items():
         group, _, name = key.partition(".")
@@ -157,7 +159,8 @@ def _check_corpus(corpus: Corpus, saved: dict) -> None:
         )
 
 
-def _check_parameters(config: RootConfig, facts: dict) -> None:
+def check_parameters(config: RootConfig, facts: dict) -> None:
+    """Raises ValueError, with both, where the model's parameters are not those of the checkpoint with these facts."""
     layers = describe(config.model)
     here = {name: list(shape) for layer in layers for name, shape in layer.parameters.items()}
     for name in dict.fromkeys([*here, *facts["parameters"]]):

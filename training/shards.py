@@ -42,13 +42,13 @@ def state_of(parameters: dict[str, nn.Parameter], tied: dict[str, str], optimize
 class Target:
     """Where this rank's part of a checkpoint goes: parameters in place, the optimizer's tensors made for it."""
 
-    def __init__(self, trainer, metadata: Metadata):
+    def __init__(self, trainer, metadata: Metadata, *, weights_only: bool = False):
         self.state: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []  # (from, to): a tied weight's two copies on one rank
         self._trainer, saved = trainer, metadata.state_dict_metadata
         keys: dict[str, list[str]] = {}
         for name in saved:
-            if name.startswith("optimizer."):
+            if name.startswith("optimizer.") and not weights_only:
                 owner, _, key = name.removeprefix("optimizer.").rpartition(".")
                 keys.setdefault(owner, []).append(key)
         for name, parameter in trainer.engine.parameters.items():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import RootConfig, from_dict
-from training import failure, launch, resume
+from training import failure, held_out, launch, resume
 from training.bigram import bigram_loss
 from training.checkpoint import Checkpoints
 from training.data import Batches, Corpus
@@ -47,16 +47,25 @@ def main(run_dir: str | None) -> None:
         if rank == 0:
             _say_restart(Path(run_dir), world)
         config = from_dict(json.loads(Path(run_dir, "resolved.json").read_text()))
-        corpus = Corpus.from_dict(json.loads(Path(run_dir, "corpus.json").read_text()))
+        corpus = json.loads(Path(run_dir, "corpus.json").read_text())
+        corpus = corpus and Corpus.from_dict(corpus)
         if world == 1 and config.parallel.engine == "torch":
             store = dist.HashStore()  # torch's stages want a group, also of one
         timeout_s = config.train.stall_timeout_s
-        ranks = start(config.hardware.device, store, rank, world, timeout_s + WATCHDOG_FIRST_S)
+        device = "cpu" if config.emulate.enabled else config.hardware.device
+        ranks = start(device, store, rank, world, timeout_s + WATCHDOG_FIRST_S)
         if world > 1:
             ranks.board = Board(Path(run_dir), rank)
             Watchdog(ranks.board, Path(run_dir), world, timeout_s, lambda error: launch.end(run_dir, rank, error))
         try:
-            _run(config, corpus, Path(run_dir), ranks, stop)
+            if config.emulate.enabled:
+                from training import emulate
+
+                emulate.run(config, Path(run_dir), ranks, stop)
+            elif config.evaluate is not None:
+                held_out.run(config, corpus, Path(run_dir), ranks, lambda: stop.requested)
+            else:
+                _run(config, corpus, Path(run_dir), ranks, stop)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
