@@ -80,10 +80,10 @@ def test_the_same_curves_against_tokens_also_after_a_resume(tmp_path, config):
     recorder = Recorder(tmp_path, config, done=2)
     recorder.step(step(3, loss=1.0))
     recorder.finish("completed")
-    for tag, factor in (("loss/train", 1), ("by_tokens/loss/train", tokens)):
+    for tag, factor in (("loss/train", 1), ("over_tokens/loss/train", tokens)):
         points = [(point.step, point.value) for point in events(tmp_path).Scalars(tag)]
         assert points == [(factor, pytest.approx(4.9)), (2 * factor, pytest.approx(4.8)), (3 * factor, 1.0)], tag
-    assert events(tmp_path).Scalars("by_tokens/loss/validation") == [], "of step 3, which was taken back"
+    assert events(tmp_path).Scalars("over_tokens/loss/validation") == [], "of step 3, which was taken back"
 
 
 def test_seconds_of_training_go_on_where_a_resumed_run_was(tmp_path, config):

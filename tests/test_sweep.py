@@ -22,14 +22,16 @@ def cwd(tmp_path):
 
 def jobs(cwd: Path, name: str = "runs") -> dict[str, dict]:
     """Folder's name without its time -> result.json."""
-    folders = sorted(path for path in (cwd / "experiments" / name).iterdir() if path.is_dir())
+    folders = sorted(path for path in (cwd / "experiments" / name).glob("[!.]*") if path.is_dir())
     return {path.name.split("_", 2)[2]: read_result(path) for path in folders}
 
 
 def rows(printed: str) -> list[list[str]]:
-    """The table's cells; columns are two spaces apart or more."""
+    """The table's cells; between columns every line has two spaces."""
     lines = re.search(r"^ *job  .*?(?=\n\n)", printed, re.M | re.S)[0].splitlines()
-    starts = [i for i, c in enumerate(lines[0]) if c != " " and (i == 0 or lines[0][i - 2 : i] == "  ")]
+    width = max(map(len, lines))
+    blank = [all(line.ljust(width)[i] == " " for line in lines) for i in range(width)]
+    starts = [0] + [i for i in range(3, width) if blank[i - 1] and blank[i - 2] and not blank[i]]
     return [[line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)] for line in lines]
 
 
@@ -88,6 +90,19 @@ def test_two_sweeps_side_by_side_do_not_meet(cwd):
     assert len(folders) == 4 and {read_result(folder)["status"] for folder in folders} == {"completed"}
 
 
+def test_jobs_in_processes_of_a_launcher_end_in_the_same_table(cwd):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install -r requirements-slurm.txt")
+    words = ["-m", *SMALL, "parallel=single", "train.accumulate=1,3", "hydra/launcher=submitit_local"]
+    words += ["hydra.launcher.timeout_min=5"]
+    done = run(*TRAIN, *words, cwd=cwd, timeout=240, PYTHONPATH="")
+    assert done.returncode == 1, done.stderr
+    assert [row[:3] for row in rows(done.stdout)[1:]] == [["0", "1", "completed"], ["1", "3", "invalid"]]
+    assert list(jobs(cwd)) == ["00_accumulate=1", "01_accumulate=3"]
+    assert "look at it: experiments/runs/compare.html" in done.stdout
+    left = [path.name for path in (cwd / "experiments").iterdir()]
+    assert left == ["runs"], "what the jobs told the sweep is gone"
+
+
 def test_ctrl_c_ends_the_sweep_and_says_what_was_done(cwd):
     process = start(*FAKE_TRAIN, "-m", *SMALL, "train.seed=0,1,2", cwd=cwd, FAKE="steps")
     wait_for(lambda: len(list(cwd.glob("experiments/runs/*/ready_*"))) == 2)
@@ -100,10 +115,11 @@ def test_ctrl_c_ends_the_sweep_and_says_what_was_done(cwd):
 
 
 def test_an_experiment_that_is_a_sweep(cwd):
-    done = run(*FAKE_TRAIN, "-m", "+experiment=chunks_x_stages", "data=synthetic", cwd=cwd, timeout=240)
+    fewer = ["parallel.schedule=1f1b", "parallel.stages=2,4", "parallel.chunks=2,4", "data=synthetic"]
+    done = run(*FAKE_TRAIN, "-m", "+experiment=chunks_x_stages", *fewer, cwd=cwd, timeout=240)
     assert done.returncode == 0, done.stderr
-    names = list(jobs(cwd, "chunks_x_stages"))
-    assert len(names) == 9 and names[0] == "00_stages=1_chunks=2" and names[8] == "08_stages=4_chunks=8"
+    names = ["00_stages=2_chunks=2", "01_stages=2_chunks=4", "02_stages=4_chunks=2", "03_stages=4_chunks=4"]
+    assert list(jobs(cwd, "chunks_x_stages")) == names
 
 
 def test_what_hydra_cannot_compose_starts_nothing(cwd):

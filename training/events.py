@@ -21,7 +21,7 @@ from training.outcome import read_plan
 LAYOUT = {
     "loss": {
         "by step": ["Multiline", ["^loss/train$", "^loss/validation$"]],
-        "by tokens": ["Multiline", ["^by_tokens/loss/train$", "^by_tokens/loss/validation$"]],
+        "by tokens": ["Multiline", ["^over_tokens/loss/train$", "^over_tokens/loss/validation$"]],
     },
     "throughput": {
         "tokens/s": ["Multiline", ["^throughput/tokens_per_s$"]],

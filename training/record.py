@@ -43,7 +43,7 @@ TAGS = {
     "consumed_tokens": "progress/consumed_tokens",
 }
 
-# those that are written against tokens as well, as by_tokens/loss/train
+# those that are written against tokens as well, as over_tokens/loss/train
 BY_TOKENS = ("loss", "validation_loss", "bits_per_byte", "learning_rate", "gradient_norm", "tokens_per_s", "mfu")
 
 # the columns of TensorBoard's HParams tab: what a sweep is likely to vary; the whole config is in the TEXT tab
@@ -142,7 +142,7 @@ class Recorder:
         """The same curves against tokens: runs with other batches can then be laid over each other."""
         for key, value in figures.items():
             if key in BY_TOKENS and value is not None:
-                self._events.add_scalar(f"by_tokens/{TAGS[key]}", value, figures["step"] * self.tokens_per_step)
+                self._events.add_scalar(f"over_tokens/{TAGS[key]}", value, figures["step"] * self.tokens_per_step)
 
 
 def keep_steps(run_dir: str | os.PathLike, done: int) -> None:
