@@ -90,11 +90,12 @@ def _panel(pen, font, schedule: Schedule, ranks: list[RankStep], zero: float, pi
     for rank, (row, measured) in enumerate(zip(repeated(schedule, flushes).actions, ranks, strict=True)):
         y = top + rank * (height + gap)
 
-        def bar(start: float, end: float, colour, y=y, inset=0) -> tuple[float, float]:
-            box = (_LEFT + (start - zero) * pixels, _LEFT + (end - zero) * pixels)
-            if box[1] - box[0] >= 1:
-                pen.rectangle((box[0], y + inset, max(box[0], box[1] - 1), y + height - inset), fill=colour)
-            return box
+        def bar(start: float, end: float, colour, y=y, inset=0) -> tuple[int, int]:
+            left, right = (round(_LEFT + (time - zero) * pixels) for time in (start, end))
+            if right > left:  # neighbours are told apart by a gap, where there is room for one
+                last = right - (_SCALE if right - left > 4 * _SCALE else 1)
+                pen.rectangle((left, y + inset, last, y + height - inset), fill=colour)
+            return left, right
 
         bar(measured.begin_s, measured.end_s, _IDLE)
         for span in measured.spans:
