@@ -15,6 +15,8 @@ from planning.activations import rank_activation_bytes, tensor_elements
 # What a rank's process holds before it builds its model, with torch.distributed up: its proportional share (PSS) was
 # 258, 248 and 237 MiB with 1, 2 and 4 ranks (torch 2.13, CPU); a CUDA context lies outside what is counted here
 RUNTIME_BYTES = 250 * 2**20
+# On CPU: code and tables of libraries at their first use in a step (torch 2.13 with MKL; 18 MiB of it pages of files)
+FIRST_USE_BYTES = 25 * 2**20
 
 
 Moment = list[tuple[list[LayerSpec], float]]  # layers, and how many micro-batches of them are held
@@ -23,7 +25,8 @@ Moment = list[tuple[list[LayerSpec], float]]  # layers, and how many micro-batch
 def rank_memory(
     config: RootConfig, layers: list[LayerSpec], held_micro_batches: int, moments: list[Moment] | None = None
 ) -> dict[str, int]:
-    """Bytes of one rank at its peak, by what they are for, with their `total`.
+    """What depends on the cut of one rank's bytes, in sums over layers that a search can use, with their `total`; the
+    exact peak, which is less and more by temporary tensors, is planning.peak's.
 
     config: resolved. layers: those of the rank (of all stages where one process runs them all), in list order.
     held_micro_batches: forwards of a model stage that wait for their backward at the worst moment, as
@@ -32,25 +35,31 @@ def rank_memory(
     moments: the same stage by stage, where a rank has several; activations and logits are those of the worst.
 
     weights, gradients, optimizer: both copies of a tied weight count, on whichever ranks they are. activations: kept
-    for the backward. logits: with what the loss makes of them. messages: buffers at the stages' boundaries.
-    workspace: temporary tensors. runtime: the process itself, without its model.
+    for the backward. logits: with what the loss makes of them.
     """
-    train, parallel = config.train, config.parallel
-    weight = 8 if train.precision == "float64" else 4  # bfloat16 is autocast: weights and all that follows in float32
-    weights = weight * sum(tensor_elements(layer, parallel.tensor) for layer in layers)
-    states = weight * optimizer_elements(config.optimizer, layers, parallel.tensor)
+    parallel = config.parallel
     interleave = (parallel.interleave or 1) if parallel.engine == "torch" else 1
     held = held_micro_batches / interleave  # in units of all the rank's layers
     with_head = [count for moment in moments or [] for stage, count in moment if stage[-1].kind == "head"]
-    largest = max((tensor_elements(layer, parallel.tensor) for layer in layers), default=0) * weight
-    parts = _sharded(parallel, weights, states, largest) | {
+    parts = states(config, layers) | {
         "activations": max(_activations(config, moment) for moment in moments or [[(layers, held)]]),
         "logits": _logits(config, layers, max(with_head, default=held)),
-        "messages": _messages(config, layers, held_micro_batches),
-        "workspace": _workspace(config, layers),
-        "runtime": RUNTIME_BYTES,
     }
     return parts | {"total": sum(parts.values())}
+
+
+def elements(config: RootConfig, layers: list[LayerSpec]) -> int:
+    """Parameters of these layers on one tensor rank, both copies of a tied weight."""
+    return sum(tensor_elements(layer, config.parallel.tensor) for layer in layers)
+
+
+def states(config: RootConfig, layers: list[LayerSpec]) -> dict[str, int]:
+    """Bytes of one rank's weights, their gradients and the optimizer's state."""
+    weight = 8 if config.train.precision == "float64" else 4  # bfloat16 is autocast: all of it in float32
+    t = config.parallel.tensor
+    largest = max((tensor_elements(layer, t) for layer in layers), default=0) * weight
+    state = weight * optimizer_elements(config.optimizer, layers, t)
+    return _sharded(config.parallel, weight * elements(config, layers), state, largest)
 
 
 def optimizer_elements(optimizer: OptimizerConfig, layers: list[LayerSpec], tensor: int = 1) -> int:
@@ -73,12 +82,15 @@ def _sharded(parallel: ParallelConfig, weights: int, states: int, largest: int) 
     """Weights, gradients and optimizer state when data ranks share them (arXiv 1910.02054).
 
     In a pipeline the gradients are reduced after the last micro-batch, so all of them are held until then, whatever is
-    shared. Full sharding keeps two layers whole: the one that computes, and the next one on its way.
+    shared. Full sharding keeps two layers whole: the one that computes, and the next one on its way. Beside its own part
+    (without sharding: all of it) torch's FSDP2 computes with a gathered copy of the weights.
     """
     shard, d = parallel.shard, parallel.data
     gradients_shared = shard in ("gradients", "full") and parallel.stages == 1
+    own = weights if shard == "none" else ceil(weights / d)
+    gathered = 0 if d == 1 else min(weights, 2 * largest) if shard == "full" else weights
     return {
-        "weights": min(weights, ceil(weights / d) + 2 * largest) if shard == "full" else weights,
+        "weights": own + gathered,
         "gradients": ceil(weights / d) if gradients_shared else weights,
         "optimizer": states if shard == "none" else ceil(states / d),
     }
@@ -95,24 +107,24 @@ def _activations(config: RootConfig, moment: Moment) -> int:
     parallel = config.parallel
     total, one_unit = 0.0, 0
     for layers, held in moment:
-        full = sum(_layer_bytes(config, layer) for layer in layers)
+        full = sum(layer_bytes(config, layer) for layer in layers)
         if parallel.checkpoint in (
             "never",
             "selective",
         ):  # fused attention keeps no scores
             total += held * full
             continue
-        units = _recomputed_units(parallel, layers)
+        units = recomputed_units(parallel, layers)
         recomputed = {layer.name for unit in units for layer in unit}
-        kept = sum(_layer_bytes(config, unit[0], checkpointed=True) for unit in units)
-        kept += sum(_layer_bytes(config, layer) for layer in layers if layer.name not in recomputed)
-        one_unit = max([one_unit, *(sum(_layer_bytes(config, layer) for layer in unit) for unit in units)])
+        kept = sum(layer_bytes(config, unit[0], checkpointed=True) for unit in units)
+        kept += sum(layer_bytes(config, layer) for layer in layers if layer.name not in recomputed)
+        one_unit = max([one_unit, *(sum(layer_bytes(config, layer) for layer in unit) for unit in units)])
         whole = min(held, 1) if parallel.checkpoint == "except_last" else 0  # the last micro-batch is not checkpointed
         total += whole * full + (held - whole) * kept
     return ceil(total + one_unit)
 
 
-def _layer_bytes(config: RootConfig, layer: LayerSpec, checkpointed: bool = False) -> int:
+def layer_bytes(config: RootConfig, layer: LayerSpec, checkpointed: bool = False) -> int:
     train, parallel = config.train, config.parallel
     return rank_activation_bytes(
         layer,
@@ -127,7 +139,7 @@ def _layer_bytes(config: RootConfig, layer: LayerSpec, checkpointed: bool = Fals
     )
 
 
-def _recomputed_units(parallel: ParallelConfig, layers: list[LayerSpec]) -> list[list[LayerSpec]]:
+def recomputed_units(parallel: ParallelConfig, layers: list[LayerSpec]) -> list[list[LayerSpec]]:
     """Runs of layers that are recomputed together: checkpoint_interval consecutive blocks; a whole stage in fairscale
     (about: the layers in equal parts)."""
     if parallel.engine == "fairscale":
@@ -158,32 +170,13 @@ def _logits(config: RootConfig, layers: list[LayerSpec], held: float) -> int:
     return number * (ceil(held) * kept + 2 * loss)
 
 
-def _messages(config: RootConfig, layers: list[LayerSpec], held: int) -> int:
-    """Buffers that torch keeps at the stages' boundaries: one for the input and one for the gradient of every
-    micro-batch, inputs of validation beside them, and each output until its backward. Inputs of held micro-batches are
-    activations already."""
-    parallel, train = config.parallel, config.train
-    if parallel.engine != "torch":
+def allocator_bytes(config: RootConfig, layers: list[LayerSpec]) -> int:
+    """On CPU, what the process grows by beside its tensors: libraries at their first use, and the holes that malloc
+    (glibc 2.36, as training/ranks.py sets it) leaves between tensors of many sizes. These were 0.6 to 4 times the
+    activations of one micro-batch; 1 is within 7 % of the whole in benchmarks/planner/memory.csv."""
+    if config.hardware.device != "cpu":
         return 0
-    stages = parallel.interleave or 1
-    receiving = stages - any(layer.kind == "embedding" for layer in layers)
-    sending = stages - any(layer.kind == "head" for layer in layers)
-    B, chunks = micro_batch(config), parallel.chunks
-    validation = min(chunks, (train.validate_sequences or 0) // B)
-    inputs = max(0, receiving * (chunks + validation) - held)
-    outputs_and_gradients = sending * (held / stages + chunks)
-    message = B * train.sequence * config.model.hidden * (8 if train.precision == "float64" else 4)
-    return ceil(message * (inputs + outputs_and_gradients))
-
-
-def _workspace(config: RootConfig, layers: list[LayerSpec]) -> int:
-    """Temporary tensors: the gradients of one layer before they are added up. On CPU also the holes that malloc (glibc
-    2.36) leaves between tensors of many sizes: measured 0.6 to 2.2 times the activations of one micro-batch, and next
-    to nothing when every tensor has pages of its own (MALLOC_MMAP_THRESHOLD_, 10 to 20 % slower)."""
-    weight = 8 if config.train.precision == "float64" else 4
-    one_layer = weight * max((tensor_elements(layer, config.parallel.tensor) for layer in layers), default=0)
-    holes = 3 * sum(_layer_bytes(config, layer) for layer in layers) // 2 if config.hardware.device == "cpu" else 0
-    return one_layer + holes
+    return FIRST_USE_BYTES + sum(layer_bytes(config, layer) for layer in layers)
 
 
 def machine_memory_bytes(root: str = "/") -> int:
