@@ -11,6 +11,8 @@ from conf.device import Device
 from conf.resolve import CPU_STEPS, adam_learning_rate, resolve
 from conf.schema import register, to_dict
 from models.describe import describe, num_parameters
+from planning.predict import ranks_memory
+from planning.step import Layout
 
 
 def options(group: str) -> list[str]:
@@ -39,7 +41,16 @@ def test_the_groups_hold_what_the_readme_promises():
     assert set(options("parallel")) >= {"single", "pp2", "pp4", "pp8", "fairscale_pp2", "fairscale_pp4"}
     assert set(options("hardware")) >= {"auto", "cpu", "v100", "a100_40gb", "a100_80gb", "h100", "h200", "b200"}
     assert set(options("hardware")) >= {"p4d", "p4de", "p5", "p5en"}
-    assert set(options("data")) >= {"python_source", "text", "jsonl", "parquet", "datasets", "tokens", "synthetic", "mix"}
+    assert set(options("data")) >= {
+        "python_source",
+        "text",
+        "jsonl",
+        "parquet",
+        "datasets",
+        "tokens",
+        "synthetic",
+        "mix",
+    }
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))
@@ -56,10 +67,20 @@ def test_the_sweep_experiment_covers_stages_and_chunks():
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         sweep = compose("config", ["+experiment=chunks_x_stages"], return_hydra_config=True).hydra.sweeper.params
-    assert dict(sweep) == {"parallel.stages": "1,2,4", "parallel.chunks": "2,4,8"}
-    for stages in (1, 2, 4):
-        for chunks in (2, 4, 8):
-            check(resolved("+experiment=chunks_x_stages", f"parallel.stages={stages}", f"parallel.chunks={chunks}"))
+    values = {key.removeprefix("parallel."): value.split(",") for key, value in sweep.items()}
+    assert values == {
+        "schedule": ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
+        "stages": ["2", "4", "8"],
+        "chunks": ["2", "4", "8", "16", "32"],
+    }
+    for schedule in values["schedule"]:
+        for stages in values["stages"]:
+            layout = [f"parallel.schedule={schedule}", f"parallel.stages={stages}", "parallel.chunks=32"]
+            config = resolved("+experiment=chunks_x_stages", *layout)
+            check(config)
+            assert config.emulate.enabled
+            held = max(rank["total"] for rank in ranks_memory(config, Layout.of(config)))
+            assert held < config.hardware.memory_bytes  # else it would end as out_of_memory
 
 
 def closed_form(blocks: int, hidden: int, vocabulary: int, positions: int) -> int:

@@ -11,6 +11,7 @@ import importlib
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -48,12 +49,13 @@ def run(
     for attempt in range(max_restarts + 1):
         if stopped():
             return exits
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # a free port
+        listener = socket.create_server(("localhost", 0))  # a free port; connections wait until the store takes them
+        address, port = listener.getsockname()
         environment = {
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(store.port),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here, and not rank 0's
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
@@ -63,7 +65,12 @@ def run(
             for rank in range(num_ranks):
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks[_fork(worker, run_dir, own, stop_signals, begin)] = rank
+            # its threads take locks, in which a rank that was forked meanwhile would wait for ever: it comes last
+            store = dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             exits = _wait(ranks, shutdown_s)
+            del store
         finally:
             _signal(ranks, signal.SIGKILL)
         if not exits:

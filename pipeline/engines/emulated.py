@@ -48,6 +48,13 @@ class Hardware:
     jitter: float = 0.0
     seed: int = 0
 
+    def draw(self, action: Action, flush: int) -> float:
+        """How long it takes in this flush: keyed by seed, flush and action, so that a run can be repeated."""
+        seconds = self.duration(action)
+        if self.jitter:
+            seconds *= max(LEAST_JITTERED, random.Random(f"{self.seed} {flush} {action}").gauss(1, self.jitter))
+        return seconds
+
 
 @dataclass
 class Accelerator(Stamps):
@@ -93,7 +100,7 @@ class Accelerator(Stamps):
 
     def compute(self, action: Action) -> None:
         """Waits as long as the action takes."""
-        self.spend(self._jittered(action), self.ready)
+        self.spend(self.hardware.draw(action, self.flush), self.ready)
         self.ready = 0.0
 
     def spend(self, seconds: float, ready: float = 0.0) -> None:
@@ -107,13 +114,6 @@ class Accelerator(Stamps):
         sent = max(self.free, self.links.get(receiver, 0.0))
         self.links[receiver] = sent + self.hardware.transfer(self.rank, receiver)
         return sent
-
-    def _jittered(self, action: Action) -> float:
-        seconds, jitter = self.hardware.duration(action), self.hardware.jitter
-        if jitter:  # keyed, so that a run can be repeated
-            factor = random.Random(f"{self.hardware.seed} {self.flush} {action}").gauss(1, jitter)
-            seconds *= max(LEAST_JITTERED, factor)
-        return seconds
 
 
 def sleep_until(moment: float) -> None:
