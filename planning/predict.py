@@ -9,9 +9,10 @@ from math import ceil
 
 from conf.schema import RootConfig, to_dict
 from models.describe import LayerSpec, describe, model_flops_per_token, num_parameters
-from pipeline.partition import held_moments
-from pipeline.schedule import held_microbatches, make_schedule
-from planning.memory import RUNTIME_BYTES, rank_memory
+from pipeline.action import Action
+from pipeline.schedule import make_schedule
+from planning.memory import RUNTIME_BYTES
+from planning.peak import peak_memory
 from planning.stack import get_stack
 from planning.step import Layout, Step, step_time
 
@@ -84,21 +85,26 @@ def ranks_memory(config: RootConfig, layout: Layout) -> list[dict]:
     """planning.memory's bytes for each pipeline rank (where fairscale drives several accelerators, for each of them),
     counted from the schedule itself. Its tensor and data ranks hold the same."""
     parallel = config.parallel
-    own: list[list[list[LayerSpec]]] = [[] for _ in range(max(layout.rank_of) + 1)]
-    for specs, rank in zip(layout.stages, layout.rank_of, strict=True):
-        own[rank].append(specs)
-    if parallel.engine != "torch":  # single runs one micro-batch at a time; fairscale fills and drains
-        held = 1 if parallel.engine == "single" else parallel.chunks
-        if config.hardware.device == "cpu":  # one process has all
-            own = [sum(own, [])]
-        return [rank_memory(config, sum(stages, []), held) for stages in own]
+    if parallel.engine != "torch":
+        every = [layer for specs in layout.stages for layer in specs]
+        on_one = parallel.engine == "single" or config.hardware.device == "cpu"  # one process has all
+        return [
+            peak_memory(config, {0: specs}, _one_stage(config), 0) for specs in ([every] if on_one else layout.stages)
+        ]
     schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
-    counts = held_microbatches(schedule)
-    result = []
-    for stages, moments, held in zip(own, held_moments(schedule), counts, strict=True):
-        exact = [list(zip(stages, moment, strict=True)) for moment in moments]
-        result.append(rank_memory(config, sum(stages, []), held, exact))
-    return result
+    own: list[dict[int, list[LayerSpec]]] = [{} for _ in schedule.actions]
+    for stage, (specs, rank) in enumerate(zip(layout.stages, layout.rank_of, strict=True)):
+        own[rank][stage] = specs
+    last = len(layout.stages) - 1
+    return [peak_memory(config, stages, row, last) for stages, row in zip(own, schedule.actions, strict=True)]
+
+
+def _one_stage(config: RootConfig) -> list[Action]:
+    """What a device does without the torch engine: single, each micro-batch in turn; fairscale, fill and drain."""
+    m = config.parallel.chunks
+    if config.parallel.engine == "single":
+        return [Action(0, kind, index) for index in range(m) for kind in "FB"]
+    return [Action(0, "F", index) for index in range(m)] + [Action(0, "B", index) for index in reversed(range(m))]
 
 
 def needed_bytes(config: RootConfig, memory: list[dict]) -> int:

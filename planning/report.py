@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conf.schema import RootConfig
 
-MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "messages", "workspace", "runtime")
+MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "messages", "workspace", "allocator", "runtime")
 SPENT = {  # part of the step -> what a reader calls it
     "forward": "forward",
     "backward_input": "backward, input",

@@ -20,7 +20,12 @@ from conf.schema import (
     to_dict,
 )
 from models.describe import activation_bytes, describe
+from pipeline.action import Action
+from planning.balance import resolved_balance
 from planning.memory import RUNTIME_BYTES, machine_memory_bytes, rank_memory
+from planning.peak import peak_memory
+from planning.predict import ranks_memory
+from planning.step import Layout
 
 MIB = 2**20
 
@@ -40,6 +45,11 @@ def make_config(model=None, parallel=None, train=None, optimizer=None) -> RootCo
 
 def predict(config: RootConfig, start=0, stop=None, held=1) -> dict[str, int]:
     return rank_memory(config, describe(config.model)[start:stop], held)
+
+
+def peaks(config: RootConfig) -> list[dict[str, int]]:
+    config = resolved_balance(config)[0]
+    return ranks_memory(config, Layout.of(config))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +72,8 @@ def test_bytes_of_a_parameter(optimizer, precision, bytes_each):
 def test_total_is_the_sum_of_its_parts():
     parts = predict(make_config(), held=2)
     assert parts["total"] == sum(value for key, value in parts.items() if key != "total")
+    for parts in peaks(make_config()):
+        assert parts["total"] == sum(value for key, value in parts.items() if key != "total")
 
 
 def test_both_copies_of_a_tied_weight_are_held():
@@ -78,13 +90,21 @@ def test_logits_only_where_the_head_is():
 
 
 def test_messages_of_first_middle_and_last_rank():
-    """By hand: buffers for 4 inputs and 4 gradients, an output a held micro-batch; held inputs are activations."""
+    """By hand: 4 buffers for inputs, 4 for gradients; all sent so far at the last moment at which most is held."""
     message = 8 * 128 * 128 * 4
-    config = make_config(parallel={"stages": 3})
-    assert predict(config, 0, 2, held=3)["messages"] == message * (4 + 3)
-    assert predict(config, 2, 4, held=2)["messages"] == message * (4 - 2 + 4 + 2)
-    assert predict(config, 4, None, held=1)["messages"] == message * (4 - 1)
-    assert predict(make_config(parallel={"engine": "single", "stages": 1}))["messages"] == 0
+    config = make_config(parallel={"stages": 3, "balance": [2, 2, 3]}, model={"blocks": 4})
+    first, middle, last = (parts["messages"] / message for parts in peaks(config))
+    assert first == 4 + 4  # 0F0 0F1 0F2 0B0 0F3 0B1: four outputs sent
+    assert middle == 8 + 4 + 2  # 1F0 1F1 1B0 1F2 1B1 1F3 1B2: four outputs, two gradients
+    assert last == 4 + 3  # 2F3 2B3
+    assert peaks(make_config(parallel={"engine": "single", "stages": 1}))[0]["messages"] == 0
+
+
+def test_gradients_are_there_after_the_first_backward():
+    """gpipe is fullest at the first backward when activations are larger than gradients, at the second else."""
+    small, large = (make_config(parallel={"schedule": "gpipe"}, model={"hidden": hidden}) for hidden in (128, 2048))
+    assert peaks(small)[0]["gradients"] < peaks(small)[0]["weights"] / 2
+    assert peaks(large)[0]["gradients"] == peaks(large)[0]["weights"]
 
 
 @pytest.mark.parametrize("interval, units", [(1, 4), (2, 2), (3, 2)])
@@ -160,7 +180,8 @@ print(ranks.peak_memory_bytes())
 )
 def test_prediction_against_the_growth_of_a_real_process(model, start, stop, held):
     config = make_config(model=model, parallel={"engine": "single", "stages": 1})
-    parts = predict(config, start, stop, held)
+    actions = [Action(0, kind, index) for kind in "FB" for index in range(held)]
+    parts = peak_memory(config, {0: describe(config.model)[start:stop]}, actions, 0)
     arguments = [json.dumps(to_dict(config)), *map(str, (start, stop, held))]
     run = subprocess.run([sys.executable, "-c", TRAIN_A_RANK, *arguments], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -24,6 +24,7 @@ class SingleEngine(Engine):
             forward = Action(0, "F", index)
             logits = self.clock.run(forward, self._forward, part, index == self.chunks - 1)
             loss = self.clock.extend(forward, self.scaled_loss, logits, part.targets)
+            del logits  # the loss keeps what its backward needs
             self.clock.run(Action(0, "B", index), loss.backward)
             total += loss.detach().to(total)
         return total
