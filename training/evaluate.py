@@ -65,7 +65,7 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
         if getattr(corpus, key) != saved[key]:
             raise ValueError(
                 f"the data have another {key} than the run was trained with: {corpus.description} ({key} "
-                f"{getattr(corpus, key)}), it had {saved['description']} ({saved[key]})"
+                f"{getattr(corpus, key)}), it had {saved['description']} ({saved[key]}){_remedy(found)}"
             )
     resume.check_parameters(config, found.facts)
     model, before = asdict(config.model), found.facts["config"]["model"]
@@ -77,6 +77,17 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
         raise ValueError(
             f"train.precision={precisions[0]} cannot read a checkpoint in {precisions[1]}: weights have another type"
         )
+
+
+def _remedy(found: Found) -> str:
+    """Which data.tokenizer to type, where the run's own is still to be had; empty where it is not known."""
+    data, identity = found.facts["config"]["data"], found.facts["corpus"]["tokenizer"]
+    if data["tokenizer"] != "bpe":
+        return "" if data["source"] == "synthetic" else f": set data.tokenizer={data['tokenizer']}"
+    for stamp in sorted(Path(data["cache"], "tokenizers").glob("*/sha256")):  # a BPE that was trained for the run
+        if stamp.read_text()[:16] == identity.rpartition(" ")[2]:
+            return f": set data.tokenizer={stamp.with_name('tokenizer.json')}"
+    return ""
 
 
 def describe(config: RootConfig, corpus: Corpus, held: list[dict], split: Certificate, found: Found) -> str:
