@@ -57,10 +57,7 @@ def _main(typed: argparse.Namespace) -> int:
     runs = table.where(read_all(find(typed.folders)), typed.where)
     if typed.sort:
         runs = table.sort(runs, typed.sort, typed.reverse)
-    print(table.render(runs))
-    tuned = microbatch_table(study.microbatch_rows(runs))
-    if 0 < tuned.count("\n") <= 24:  # longer ones are read in microbatches.csv and on the page
-        print("\n" + tuned)
+    print(tables(runs))
     if not typed.no_page:
         print()
         for path in write(runs, typed.output or _output(typed.folders), ", ".join(map(str, typed.folders))):
@@ -109,6 +106,14 @@ def _curve_rows(runs: Sequence[Run]) -> list[dict]:
     return rows
 
 
+def tables(runs: Sequence[Run], extra: dict[str, Sequence[str]] | None = None) -> str:
+    """The table of runs (`extra`: as in table.render), and the tuning table where runs differ in micro-batch size."""
+    shown = table.render(runs, extra)
+    tuned = microbatch_table(study.microbatch_rows(runs))
+    # longer ones are read in microbatches.csv and on the page
+    return f"{shown}\n\n{tuned}" if 0 < tuned.count("\n") <= 24 else shown
+
+
 def microbatch_table(rows: Sequence[dict]) -> str:
     """The tuning table for the terminal; empty when all runs have one micro-batch size."""
     if not rows:
@@ -117,10 +122,10 @@ def microbatch_table(rows: Sequence[dict]) -> str:
     head = ["micro-batch", "stages", "chunks", ">= 4 x stages", "tokens/s", "of best", "peak memory", "bubble", "ideal"]
     lines = [[*head, *(["series"] if several else [])]]
     for row in rows:
-        speed, memory = row["tokens_per_s"], row["peak_memory_bytes"]
+        speed = row["tokens_per_s"]
         cells = [str(row["micro_batch"]), str(row["stages"]), str(row["chunks"]), "yes" if row["rule"] else "no"]
         cells += [f"{speed:,.0f}", f"{row['of_best']:.0%}"] if speed else [row["status"], ""]
-        cells.append("" if memory is None else table.gib(memory))
+        cells.append(study.show_memory(row))
         for key in ("bubble_fraction", "bubble_fraction_ideal"):
             cells.append("" if row[key] is None else f"{row[key]:.1%}")
         lines.append([*cells, *([row["series"]] if several else [])])

@@ -40,17 +40,16 @@ def heat_maps(runs: Sequence[Run]) -> Panel | None:
     if not groups:
         return None
     shown = dict(sorted(groups.items(), key=lambda item: -len(item[1]))[:MOST_SERIES])
-    metrics = {
-        "tokens/s": (draw.median_of("tokens_per_s"), lambda v: f"{v:,.0f}", draw.MORE_IS_BETTER),
-        "bubble: measured / in theory": (_bubble, None, draw.MORE_IS_WORSE),
-        "peak memory of the fullest rank": (draw.median_of("peak_memory_bytes"), gib, draw.MORE_IS_WORSE),
+    metrics = {  # title: value of a cell, its text, its colours
+        "tokens/s": (draw.median_of("tokens_per_s"), _speed_text, draw.MORE_IS_BETTER),
+        "bubble: measured / in theory": (_bubble, _bubble_text, draw.MORE_IS_WORSE),
+        "peak memory of the fullest rank": (_memory, _memory_text, draw.MORE_IS_WORSE),
     }
     body, made = "", {}
-    for number_of, (name, group) in enumerate(shown.items()):
+    for row, (name, group) in enumerate(shown.items()):
         body += f"<h3>{html.escape(name)}</h3><div class=grid>"
-        for index, (title, (value, show, colours)) in enumerate(metrics.items()):
-            text = _bubble_text if show is None else (lambda g, v=value, s=show: s(v(g)))
-            key = f"heat-{number_of}-{index}"
+        for column, (title, (value, text, colours)) in enumerate(metrics.items()):
+            key = f"heat-{row}-{column}"
             limits = draw.limits_of(list(shown.values()), value)
             made[key] = draw.heat_map(group, value, text, limits, colours=colours)
             body += f"<div><p>{html.escape(title)}</p>{plot(key)}</div>"
@@ -62,6 +61,21 @@ def heat_maps(runs: Sequence[Run]) -> Panel | None:
         f"with what became of them.{note}"
     )
     return "maps", "Chunks × stages", f"<p>{intro}</p>{body}", made
+
+
+def _speed_text(runs: Sequence[Run]) -> str:
+    return f"{study.typical(runs, 'tokens_per_s'):,.0f}"
+
+
+def _memory(runs: Sequence[Run]) -> float | None:
+    """Measured; the planner's where it was not: emulated runs hold nothing."""
+    measured = study.typical(runs, "peak_memory_bytes")
+    return study.typical(runs, "predicted.peak_memory_bytes") if measured is None else measured
+
+
+def _memory_text(runs: Sequence[Run]) -> str:
+    word = " planned" if study.typical(runs, "peak_memory_bytes") is None else ""
+    return f"{gib(_memory(runs))}{word}"
 
 
 def _bubble(runs: Sequence[Run]) -> float | None:
@@ -250,14 +264,14 @@ def microbatches(runs: Sequence[Run]) -> Panel | None:
             cell("" if row[k] is None else f"{row[k]:.1%}", row[k])
             for k in ("bubble_fraction", "bubble_fraction_ideal")
         ]
-        best, memory = row["of_best"], row["peak_memory_bytes"]
+        best, memory = row["of_best"], row["peak_memory_bytes"] or row["predicted_peak_memory_bytes"]
         shown.append(
             [
                 *counts,
                 rule,
                 speed,
                 cell("" if best is None else f"{best:.0%}", best),
-                cell("" if memory is None else gib(memory), memory),
+                cell(study.show_memory(row), memory),
                 *fractions,
                 cell(row["series"]),
             ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comparing.runs import Run, number
-from comparing.table import differing, follows, short_names, text_of
+from comparing.table import differing, follows, gib, short_names, text_of
 
 GRID = ("parallel.stages", "parallel.chunks")  # the axes of the heat maps
 REPEATED = ("train.seed", "name")  # runs that differ in nothing else are repetitions: their median is shown
@@ -184,6 +184,14 @@ def contest_rows(found: Sequence[Contest]) -> list[dict]:
 # --- micro-batches ---
 
 
+def show_memory(row: dict) -> str:
+    """A row's peak memory; the planner's where none was measured: emulated runs hold nothing."""
+    measured, predicted = row["peak_memory_bytes"], row["predicted_peak_memory_bytes"]
+    if measured is not None:
+        return gib(measured)
+    return "" if predicted is None else f"{gib(predicted)} planned"
+
+
 def microbatch_rows(runs: Sequence[Run]) -> list[dict]:
     """The tuning table: a row a micro-batch size (of each series), with the rule chunks >= 4 x stages held against it.
 
@@ -202,7 +210,8 @@ def microbatch_rows(runs: Sequence[Run]) -> list[dict]:
         row |= {"rule": chunks >= 4 * stages, "status": (good or group)[0].status, "runs": len(good)}
         for key in ("tokens_per_s", "step_time_s", "peak_memory_bytes", "bubble_fraction", "bubble_fraction_ideal"):
             row[key] = typical(good, key)
-        row["predicted_tokens_per_s"] = typical(group, "predicted.tokens_per_s")
+        for key in ("tokens_per_s", "peak_memory_bytes"):
+            row[f"predicted_{key}"] = typical(group, f"predicted.{key}")
         rows.append(row)
     best: dict[str, float] = {}
     for row in rows:

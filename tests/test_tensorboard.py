@@ -16,8 +16,9 @@ from training.record import read_result
 
 pytestmark = needs_browser
 PAGE_TEXT = """(() => {
-  const walk = node => node.nodeType === 3 ? node.textContent
-    : ["STYLE", "SCRIPT", "TEMPLATE"].includes(node.nodeName) ? "" : [node.shadowRoot, ...node.childNodes].filter(Boolean).map(walk).join(" ");
+  const silent = ["STYLE", "SCRIPT", "TEMPLATE"];
+  const walk = node => node.nodeType === 3 ? node.textContent : silent.includes(node.nodeName) ? ""
+    : [node.shadowRoot, ...node.childNodes].filter(Boolean).map(walk).join(" ");
   return walk(document.body).replace(/\\s+/g, " ");
 })()"""
 

@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from comparing.front import write
+from comparing.front import tables, write
 from comparing.runs import find, read, read_all
-from comparing.table import render
 from training.record import read_overrides, read_result
 
 BAD = ("failed", "out_of_memory", "invalid")  # statuses that make the command's exit code 1
@@ -131,7 +130,7 @@ def report(jobs: Sequence[Job]) -> str:
     """All jobs in the table of compare.py, in their order, and where the page on all runs of the experiment is."""
     runs = [read(job.run_dir) for job in jobs]
     extra = {"job": [f"{job.number}{' (earlier)' if job.earlier else ''}" for job in jobs]}
-    return f"{render(runs, extra)}\n\n{_page(jobs[0].run_dir.parent)}"
+    return f"{tables(runs, extra)}\n\n{_page(jobs[0].run_dir.parent)}"
 
 
 def _page(experiment: Path) -> str:
