@@ -172,6 +172,9 @@ def _gather(
         if name not in want:
             result.append(None)
             continue
+        if len(sides) == 1:
+            result.append(sides[0][which][rows].astype(np.int64))
+            continue
         result.append(np.empty((len(rows), sides[0][0].shape[1]), np.int64))
         for number, views in enumerate(sides):
             own = source == number
