@@ -127,6 +127,9 @@ def test_model_flops_per_token_in_closed_form():
     D, L, T, V = 64, 3, 48, 96
     assert model_flops_per_token(make_model(), T) == 6 * (12 * L * D**2 + V * D) + 12 * L * D * T
     assert model_flops_per_token(make_model("mlp"), T) == 6 * (L * D**2 + V * D)
+    K, F = 2 * 16, 192  # two of four heads; 8 D / 3 rounded up to a multiple of 64
+    matrices = L * (2 * D**2 + 2 * D * K + 3 * D * F) + V * D
+    assert model_flops_per_token(make_model("llama", key_value_heads=2), T) == 6 * matrices + 12 * L * D * T
 
 
 def saved_bytes(module, x, key, precision) -> tuple[torch.Tensor, int]:
