@@ -9,10 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from composing import resolved
 from corpora import documents, make, sides, split_at, write_jsonl
 
 from conf.check_data import json_vocabulary, read_tokenizer
+from conf.schema import to_dict
+from models.describe import describe
 from ranks import ROOT
+from training import resume
 from training.data import Batches
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install -r requirements-data.txt")
@@ -207,3 +211,20 @@ def test_many_processes_at_once_train_one_tokenizer(tmp_path, jsonl):
     assert [process.returncode for process in processes] == [0] * 3
     assert sum("training a BPE" in output for output in outputs) == 1
     assert len({output.splitlines()[-1] for output in outputs}) == 1
+
+
+def test_a_run_is_not_resumed_with_another_tokenizer_or_another_attention(tmp_path, jsonl):
+    config = resolved("data=jsonl", f"data.path={jsonl}", "data.tokenizer=bpe", "data.tokenizer_vocabulary=300")
+    corpus = make(tmp_path, "jsonl", path=jsonl, tokenizer="bpe", tokenizer_vocabulary=300)
+    parameters = {name: list(shape) for layer in describe(config.model) for name, shape in layer.parameters.items()}
+    tied = {copy: owner for layer in describe(config.model) for copy, owner in layer.tied.items()}
+    saved = {"config": to_dict(config), "corpus": corpus.to_dict(), "parameters": parameters, "tied": tied, "step": 1}
+    found = resume.Found(tmp_path, json.loads(json.dumps(saved)))
+    resume.check_compatible(config, corpus, found)
+    for tokenizer in ("byte", "bpe"):
+        other = make(tmp_path, "jsonl", path=jsonl, tokenizer=tokenizer, tokenizer_vocabulary=290)
+        with pytest.raises(ValueError, match="the data have another tokenizer than the run that is resumed"):
+            resume.check_compatible(config, other, found)
+    config.data.cross_documents = False
+    with pytest.raises(ValueError, match="data.cross_documents=False cannot be changed on resume from True"):
+        resume.check_compatible(config, corpus, found)

@@ -32,6 +32,7 @@ FIXED = {
     "train.seed": "another seed gives another order of the data and other dropout",
     "train.sequence": "sequences of another length are numbered differently: data would be replayed or skipped",
     "train.global_batch": "the position in the data is steps x global batch: data would be replayed or skipped",
+    "data.cross_documents": "attention would see other tokens than it was trained on",
     "model.family": "it is another model",
     "model.heads": "the same weights would mean something else",
     "optimizer.name": "its state is another optimizer's",
@@ -129,8 +130,8 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
     values = asdict(config)
     for key, reason in FIXED.items():
         group, _, name = key.partition(".")
-        if values[group][name] != facts["config"][group][name]:
-            saved = facts["config"][group][name]
+        saved = facts["config"][group].get(name, values[group][name])  # a key may be younger than the checkpoint
+        if values[group][name] != saved:
             raise ValueError(f"{key}={values[group][name]} cannot be changed on resume from {saved}: {reason}")
     precisions = config.train.precision, facts["config"]["train"]["precision"]
     if precisions[0] != precisions[1] and "float64" in precisions:
