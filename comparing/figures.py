@@ -77,7 +77,7 @@ def heat_map(
     shown = {"z": z, "text": words, "colorscale": colours, "zmin": low, "zmax": high}
     greyed = {"z": bad, "text": why, "colorscale": GREY, "zmin": 0, "zmax": 1}
     axis = {"type": "category", "showgrid": False}
-    height = 130 + 44 * len(ys)
+    height = 130 + 56 * len(ys)
     return _figure([shared | shown, shared | greyed], "chunks", "stages", xaxis=axis, yaxis=axis, height=height)
 
 

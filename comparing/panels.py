@@ -47,7 +47,8 @@ def heat_maps(runs: Sequence[Run]) -> Panel | None:
     }
     body, made = "", {}
     for row, (name, group) in enumerate(shown.items()):
-        body += f"<h3>{html.escape(name)}</h3><div class=grid>"
+        wide = len({run.config["parallel.chunks"] for run in group}) > 6
+        body += f'<h3>{html.escape(name)}</h3><div class="{"stack" if wide else "grid"}">'
         for column, (title, (value, text, colours)) in enumerate(metrics.items()):
             key = f"heat-{row}-{column}"
             limits = draw.limits_of(list(shown.values()), value)
@@ -74,8 +75,8 @@ def _memory(runs: Sequence[Run]) -> float | None:
 
 
 def _memory_text(runs: Sequence[Run]) -> str:
-    word = " planned" if study.typical(runs, "peak_memory_bytes") is None else ""
-    return f"{gib(_memory(runs))}{word}"
+    word = "<br>planned" if study.typical(runs, "peak_memory_bytes") is None else ""
+    return gib(_memory(runs)).replace(" ", "<br>") + word
 
 
 def _bubble(runs: Sequence[Run]) -> float | None:
@@ -85,7 +86,7 @@ def _bubble(runs: Sequence[Run]) -> float | None:
 
 def _bubble_text(runs: Sequence[Run]) -> str:
     measured, ideal = (study.typical(runs, key) for key in ("bubble_fraction", "bubble_fraction_ideal"))
-    return f"{'–' if measured is None else f'{measured:.1%}'} / {'–' if ideal is None else f'{ideal:.1%}'}"
+    return "<br>/ ".join("–" if value is None else f"{value:.1%}" for value in (measured, ideal))
 
 
 # --- the crossover ---
@@ -139,7 +140,7 @@ def _percent(value: float | None) -> str:
 
 
 def loss(runs: Sequence[Run]) -> Panel | None:
-    have = [run for run in runs if len(run.steps) > 1]
+    have = [run for run in runs if sum(number(step.get("loss")) is not None for step in run.steps) > 1]
     if not have:
         return None
     shown = _evenly(have, MOST_CURVES)
@@ -204,19 +205,17 @@ def bubble(runs: Sequence[Run]) -> Panel | None:
 
 
 def timelines(runs: Sequence[Run]) -> Panel | None:
-    """One step each of the fastest run of every schedule; of all runs when there are few."""
+    """One step each of the fastest run of every schedule, then of the fastest others."""
     have = [run for run in runs if (run.path / "timeline.json").exists()]
     title = "Timelines"
     if not have:
         return "timelines", title, "<p>No run has a timeline.json.</p>", {}
-    chosen = have
-    if len(have) > MOST_TIMELINES:
-        by_schedule = study.group_by(have, lambda run: run.config.get("parallel.schedule"))
-        chosen = [
-            max(group, key=lambda run: number(run.figures.get("tokens_per_s")) or 0) for group in by_schedule.values()
-        ]
+    fastest = sorted(have, key=lambda run: -(number(run.figures.get("tokens_per_s")) or 0))
+    first = [group[0] for group in study.group_by(fastest, lambda run: run.config.get("parallel.schedule")).values()]
+    shown = (first + [run for run in fastest if run not in first])[:MOST_TIMELINES]
+    chosen = [run for run in have if run in shown]
     looks, body, made, steps = _looks(have), "", {}, {}
-    for run in chosen[:MOST_TIMELINES]:
+    for run in chosen:
         try:
             steps[run.path] = read_timeline(run.path)
         except ValueError as error:
@@ -228,7 +227,7 @@ def timelines(runs: Sequence[Run]) -> Panel | None:
             made[f"timeline-{index}"] = draw.timeline(bars, span)
             body += plot(f"timeline-{index}")
         body += ("" if bars else "<p>timeline.json has no actions.</p>") + "</div>"
-    left = len(have) - len(chosen[:MOST_TIMELINES])
+    left = len(have) - len(chosen)
     note = f" {left} more runs have one: --where chooses, timeline.json opens in Perfetto." if left else ""
     intro = f"One step each, on one time scale: a row a rank, a bar an action.{note}"
     return "timelines", title, f"<p>{intro}</p><div class=grid>{body}</div>", made
@@ -241,6 +240,7 @@ def microbatches(runs: Sequence[Run]) -> Panel | None:
     rows = study.microbatch_rows(runs)
     if not rows:
         return None
+    several = len({row["series"] for row in rows}) > 1
     head = [
         "micro-batch",
         "stages",
@@ -251,7 +251,7 @@ def microbatches(runs: Sequence[Run]) -> Panel | None:
         "peak memory",
         "bubble",
         "ideal",
-        "series",
+        *(["series"] if several else []),
     ]
     shown = []
     for row in rows:
@@ -273,7 +273,7 @@ def microbatches(runs: Sequence[Run]) -> Panel | None:
                 cell("" if best is None else f"{best:.0%}", best),
                 cell(study.show_memory(row), memory),
                 *fractions,
-                cell(row["series"]),
+                *([cell(row["series"])] if several else []),
             ]
         )
     intro = (

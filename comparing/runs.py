@@ -26,7 +26,7 @@ ENDED_WELL = ("completed", "stopped")
 LISTS = {"peak_memory_bytes": max, "peak_resident_bytes": max}
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One run folder. `config` is flat ("parallel.stages": 2), and empty where none can be read."""
 

@@ -245,7 +245,7 @@ def test_the_micro_batch_table_with_the_rule(tmp_path):
     assert [row["of_best"] for row in found] == [pytest.approx(0.8), 1.0, pytest.approx(0.8 / 0.9), None]
     done = compare(tmp_path, "--no-page", cwd=tmp_path)
     line = next(line for line in done.stdout.splitlines() if line.split()[:3] == ["16", "2", "2"])
-    assert line.split()[3:] == ["no", "out_of_memory"]
+    assert line.split()[3:] == ["no", "out_of_memory", "256", "MiB", "planned"]
 
 
 # --- two runs ---
