@@ -6,8 +6,10 @@ import struct
 import numpy as np
 import pytest
 import torch
+from composing import resolved
 from torch import nn
 
+from conf.resolve import FIRST_STEP
 from conf.schema import OptimizerConfig
 from ranks import run_ranks
 from training.optimizer import clip_, decays, global_norm, learning_rate, make_optimizer, squared_norm
@@ -204,6 +206,23 @@ def test_unknown_names_list_the_known():
 
 
 # ---------------------------------------------------------------------------------------------- the learning rate
+
+
+def test_rates_that_were_left_open():
+    """Muon's is AdamW's. Adafactor's is relative: the paper's on accelerators, more for a short run, and the first
+    step of a run without warm-up moves a weight by no more than AdamW's does."""
+    for model in ("gpt_tiny", "gpt_124m", "gpt_1b"):
+        adamw, muon, adafactor = (
+            resolved(f"model={model}", f"optimizer={name}") for name in ("adamw", "muon", "adafactor")
+        )
+        assert muon.optimizer.learning_rate == adamw.optimizer.learning_rate
+        assert 0 < adafactor.optimizer.learning_rate <= 0.025
+    assert adafactor.optimizer.warmup_steps == 0  # gpt_1b: four steps
+    first = FIRST_STEP / (adafactor.model.hidden * adafactor.model.feedforward * adafactor.model.blocks)
+    assert adafactor.optimizer.learning_rate * adafactor.model.initializer_std == pytest.approx(first, rel=0.05)
+    assert adamw.optimizer.learning_rate == pytest.approx(first, rel=0.05)
+    assert resolved("optimizer=adafactor").optimizer.learning_rate == 0.025
+    assert resolved("optimizer=adafactor", "model=gpt_7b", "hardware=h100").optimizer.learning_rate == 0.01
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
