@@ -192,6 +192,12 @@ def test_every_layout_gives_the_same_loss_and_nothing_twice(corpus):
     assert one["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-6)
 
 
+def test_a_signal_ends_it_without_figures(corpus):
+    config = _layout(engine="single", microbatch=4)
+    trainer = Trainer(config, Ranks(0, 1, 0, torch.device("cpu")), corpus, lambda: True)
+    assert evaluate(trainer, HeldOut(corpus, config.train.sequence)) is None
+
+
 @pytest.mark.parametrize("sequence", [1, 7, 8, 399, 400])
 def test_each_target_once_also_in_a_mix(sequence, corpus, tmp_path):
     parts = []
