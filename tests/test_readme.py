@@ -20,9 +20,11 @@ COMMANDS = [line for text in BASH[2:] for line in text.splitlines() if line.star
 # what makes a command short without changing what it shows
 SHORT = {
     "train.py": "train.steps=2 train.sequence=16 train.validate_sequences=8 model.hidden=48 model.blocks=8".split(),
+    "emulated": "train.steps=1 emulate.time_scale=0.3 train.trace=0".split(),
     "plan.py": [],
     "verify.py": "verify.width=32 train.sequence=8".split(),
 }
+EMULATED = re.compile("hardware=emulated_|experiment=chunks_x_stages")
 
 
 def test_the_first_two_blocks_are_the_two_commands():
@@ -48,8 +50,10 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
 def test_the_command_runs(command, folder):
     words = shlex.split(command)[1:]
     if words[0] in SHORT:
-        words = [str(ROOT / words[0]), *words[1:], *SHORT[words[0]]]
-        if "-m" in words:
+        words = [str(ROOT / words[0]), *words[1:], *SHORT["emulated" if EMULATED.search(command) else words[0]]]
+        if "+experiment=chunks_x_stages" in words:
+            words += ["parallel.stages=2", "parallel.chunks=2,4", "parallel.schedule=1f1b"]
+        elif "-m" in words:
             words += ["train.global_batch=8", "parallel.stages=1,2"]  # fewer jobs
     done = _run([sys.executable, *words], folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

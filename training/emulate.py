@@ -5,7 +5,8 @@
 
 There are no parameters, so nothing is learned, validated, updated or saved; no data are read. Memory is not measured:
 it is under `predicted` only. Where this machine came later to an action's end than `CREDIT_S`, the figures suffer:
-`emulation_lateness_s` (the worst of the run, seconds of this machine) says by how much.
+`emulation_lateness_s` (the worst of the run, seconds of this machine) says by how much. `start_up_s`: from when the
+folder was written until all ranks had connected, seconds of this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ def run(config: RootConfig, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) 
         if recorder is not None:
             if late > CREDIT_S:
                 print(f"this machine was up to {1e3 * late:.0f} ms late, of which {1e3 * CREDIT_S:.0f} ms do not count")
-            recorder.finish(result.pop("status"), result | {"split": plan["split"], "emulation_lateness_s": late})
+            figures = {
+                "split": plan["split"],
+                "emulation_lateness_s": late,
+                "start_up_s": trainer.ready_at - (run_dir / "resolved.json").stat().st_mtime,
+            }
+            recorder.finish(result.pop("status"), result | figures)
     finally:
         if recorder is not None:
             recorder.close()
@@ -96,6 +102,7 @@ class EmulatedTrainer(Trainer):
         self.engine.connect()
         if ranks.world > 1:
             dist.barrier()
+        self.ready_at = time.time()
 
     def step(self, step: int) -> Outcome:
         accelerator, clock, scale = self.engine.accelerator, self.engine.clock, self.config.emulate.time_scale
