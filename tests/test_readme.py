@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_folders
 
 from ranks import ROOT
 
@@ -22,6 +23,7 @@ SHORT = {
     "train.py": "train.steps=2 train.sequence=16 train.validate_sequences=8 model.hidden=48 model.blocks=8".split(),
     "emulated": "train.steps=1 emulate.time_scale=0.3 train.trace=0".split(),
     "plan.py": [],
+    "compare.py": [],
     "verify.py": "verify.width=32 train.sequence=8".split(),
 }
 EMULATED = re.compile("hardware=emulated_|experiment=chunks_x_stages")
@@ -37,6 +39,8 @@ def folder(tmp_path_factory) -> Path:
     """Where the commands run: with the files that the README tells its reader to save."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copy(ROOT / "README.md", folder)
+    for chunks in (4, 8):  # what compare.py is shown on, beside what the commands before it leave
+        run_folders.write_run(folder / "experiments" / "microbatch" / str(chunks), chunks=chunks)
     (folder / "my_schedule.py").write_text(next(text for kind, text in BLOCKS if "def eager_1f1b" in text))
     return folder
 
@@ -53,6 +57,8 @@ def test_the_command_runs(command, folder):
         words = [str(ROOT / words[0]), *words[1:], *SHORT["emulated" if EMULATED.search(command) else words[0]]]
         if "+experiment=chunks_x_stages" in words:
             words += ["parallel.stages=2", "parallel.chunks=2,4", "parallel.schedule=1f1b"]
+        elif "+experiment=microbatch" in words:
+            words += ["parallel.chunks=2,4", "train.global_batch=8"]
         elif "-m" in words:
             words += ["train.global_batch=8", "parallel.stages=1,2"]  # fewer jobs
     done = _run([sys.executable, *words], folder)
