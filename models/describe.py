@@ -201,6 +201,17 @@ def activation_parts(
     return whole + 2 * statistics, shared + copies
 
 
+def document_bytes(
+    spec: LayerSpec, model: ModelConfig, micro_batch: int, sequence: int, precision: str, tensor: int = 1
+) -> int:
+    """What the layer keeps on one of `tensor` ranks beside activation_bytes where attention stays inside its document:
+    a mask, whole on every rank, in the operands' precision; a Llama's keys and values anew for each query head."""
+    if spec.kind != "block" or model.family == "mlp":
+        return 0
+    repeated = 2 * micro_batch * sequence * (model.hidden - key_value_width(model)) // tensor
+    return DTYPE_BYTES[precision] * (micro_batch * sequence**2 + repeated)
+
+
 def block_parts(
     *,
     B: int,

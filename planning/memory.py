@@ -9,7 +9,7 @@ from math import ceil, inf, prod
 from pathlib import Path
 
 from conf.schema import OptimizerConfig, ParallelConfig, RootConfig
-from models.describe import LayerSpec, is_hidden_matrix
+from models.describe import LayerSpec, document_bytes, is_hidden_matrix
 from planning.activations import rank_activation_bytes, tensor_elements
 
 # What a rank's process holds before it builds its model, with torch.distributed up: its proportional share (PSS) was
@@ -126,17 +126,11 @@ def _activations(config: RootConfig, moment: Moment) -> int:
 
 def layer_bytes(config: RootConfig, layer: LayerSpec, checkpointed: bool = False) -> int:
     train, parallel = config.train, config.parallel
-    return rank_activation_bytes(
-        layer,
-        config.model,
-        micro_batch(config),
-        train.sequence,
-        train.precision,
-        checkpointed,
-        parallel.tensor,
-        parallel.sequence_parallel,
-        fused_norm=config.hardware.device != "cpu",
-    )
+    work = layer, config.model, micro_batch(config), train.sequence, train.precision
+    inside = 0 if checkpointed or config.data.cross_documents else document_bytes(*work, parallel.tensor)
+    fused = config.hardware.device != "cpu"
+    kept = rank_activation_bytes(*work, checkpointed, parallel.tensor, parallel.sequence_parallel, fused_norm=fused)
+    return kept + inside
 
 
 def recomputed_units(parallel: ParallelConfig, layers: list[LayerSpec]) -> list[list[LayerSpec]]:

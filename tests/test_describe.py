@@ -14,6 +14,7 @@ from conf.schema import ModelConfig
 from models.describe import (
     activation_bytes,
     describe,
+    document_bytes,
     forward_flops,
     input_bytes,
     model_flops_per_token,
@@ -132,17 +133,17 @@ def test_model_flops_per_token_in_closed_form():
     assert model_flops_per_token(make_model("llama", key_value_heads=2), T) == 6 * matrices + 12 * L * D * T
 
 
-def saved_bytes(module, x, key, precision) -> tuple[torch.Tensor, int]:
+def saved_bytes(module, x, key, precision, documents=None) -> tuple[torch.Tensor, int]:
     """The layer's output, and the bytes of all storages that autograd keeps but parameters, the output's, and those
     that another micro-batch's forward keeps too (the table of rotary positions)."""
-    _, others = kept_storages(module, x.clone(), None if key is None else key.clone(), precision)
-    y, storages = kept_storages(module, x, key, precision)
+    _, others = kept_storages(module, x.clone(), None if key is None else key.clone(), precision, documents)
+    y, storages = kept_storages(module, x, key, precision, documents)
     for outside in [*module.parameters(), y]:
         storages.pop(outside.untyped_storage().data_ptr(), None)
     return y, sum(storage.nbytes() for address, storage in storages.items() if address not in others)
 
 
-def kept_storages(module, x, key, precision) -> tuple[torch.Tensor, dict]:
+def kept_storages(module, x, key, precision, documents) -> tuple[torch.Tensor, dict]:
     """The layer's output, and every storage that autograd keeps, by address."""
     kept = []
 
@@ -152,7 +153,7 @@ def kept_storages(module, x, key, precision) -> tuple[torch.Tensor, dict]:
 
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        y = module(x, key)
+        y = module(x, key, documents)
     return y, {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
 
 
@@ -171,6 +172,17 @@ def test_activation_bytes_equal_what_autograd_keeps(family, dropout, precision):
         predicted = activation_bytes(spec, model, B, T, precision, checkpointed=False, fused_norm=False)
         assert measured == pytest.approx(predicted, rel=1e-12), name
         x = x.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family, key_value_heads", [("gpt", 4), ("llama", 4), ("llama", 1)])
+def test_attention_inside_documents_keeps_its_mask(family, key_value_heads, precision):
+    B, T = 4, 40
+    model = make_model(family, key_value_heads=key_value_heads)
+    spec, (_, block) = describe(model)[1], models.build(model, seed=0)[1]
+    x, documents = torch.randn(B, T, 64, requires_grad=True), torch.arange(T).div(7, rounding_mode="floor").expand(B, T)
+    plain, masked = (saved_bytes(block, x, None, precision, given)[1] for given in (None, documents))
+    assert masked - plain == document_bytes(spec, model, B, T, precision)
 
 
 def test_a_checkpointed_layer_keeps_its_input_and_the_keys():

@@ -18,7 +18,7 @@ from models.llama import Attention, rotary_frequencies
 from planning.balance import resolved_balance
 from planning.layers import layer_cost
 from planning.links import Group
-from planning.memory import micro_batch
+from planning.memory import layer_bytes, micro_batch
 from planning.predict import ranks_memory
 from planning.stack import get_stack
 from planning.step import Layout
@@ -256,8 +256,21 @@ def test_llama3_70b_on_512_a100s():
     config, _ = resolved_balance(config)
     ranks = ranks_memory(config, Layout.of(config))
     norms = (2 * 80 + 1) * 8192
-    assert sum(rank["weights"] for rank in ranks) == 4 * ((70_553_706_496 - norms) // 4 + norms)
+    assert sum(rank["gradients"] for rank in ranks) == 4 * ((70_553_706_496 - norms) // 4 + norms)
     assert len(ranks) == 8 and max(rank["total"] for rank in ranks) < config.hardware.memory_bytes
+
+
+def test_attention_inside_documents_is_planned_with_its_mask():
+    """2 x 2,048 tokens on one of 4 tensor ranks, bfloat16: [2, 1, T, T] whole; keys and values of each query head."""
+    config = resolved(
+        "model=llama3_8b", "hardware=p4de", "parallel=pp2", "train.sequence=2048", "train.global_batch=16"
+    )
+    config.parallel.tensor = 4
+    block = describe(config.model)[1]
+    plain = layer_bytes(config, block)
+    config.data.cross_documents = False
+    assert layer_bytes(config, block) - plain == 2 * (2 * 2048 * 2048 + 2 * 2 * 2048 * (4096 - 1024) // 4)
+    assert layer_bytes(config, block, checkpointed=True) == 4 * 2 * 2048 * 4096  # the mask is made again
 
 
 @pytest.mark.parametrize("precision, stream, compute", [("float32", 4, 4), ("bfloat16", 4, 2)])
