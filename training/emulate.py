@@ -45,7 +45,10 @@ def run(config: RootConfig, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) 
         late = max(ranks.gather(trainer.engine.accelerator.lateness_s))
         if recorder is not None:
             if late > CREDIT_S:
-                print(f"this machine was up to {1e3 * late:.0f} ms late, of which {1e3 * CREDIT_S:.0f} ms do not count")
+                print(
+                    f"this machine was up to {1e3 * late:.0f} ms late, of which {1e3 * CREDIT_S:.0f} ms do not count",
+                    flush=True,
+                )
             figures = {
                 "split": plan["split"],
                 "emulation_lateness_s": late,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import time
@@ -37,22 +38,28 @@ COLUMNS = (
 
 
 def main() -> int:
-    if "--table" in sys.argv:
-        print(tables(list(csv.DictReader(open(HERE / "results.csv")))))
-        return 0
+    load, took = os.getloadavg()[0], ""
     name, begin = sys.argv[1] if len(sys.argv) > 1 else f"chunks_x_stages_{time.strftime('%H-%M-%S')}", time.monotonic()
     if len(sys.argv) == 1:
         command = [sys.executable, "train.py", "-m", "+experiment=chunks_x_stages", f"name={name}"]
         subprocess.run(command, cwd=REPOSITORY, check=True)
-        print(f"the sweep took {(time.monotonic() - begin) / 60:.1f} minutes")
+        took = f"\n\nThe sweep took {(time.monotonic() - begin) / 60:.1f} minutes; load average {load:.1f} before."
     rows = [read(path.parent) for path in sorted(Path(REPOSITORY, "experiments", name).glob("*/result.json"))]
     rows.sort(key=lambda row: (SCHEDULES.index(row["schedule"]), row["stages"], row["chunks"]))
     with open(HERE / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    print(tables([{key: str(value) for key, value in row.items()} for row in rows]))
+    text = tables([{key: str(value) for key, value in row.items()} for row in rows]).strip() + took
+    between_marks(HERE / "README.md", text)
+    print(text)
     return 0
+
+
+def between_marks(readme: Path, text: str) -> None:
+    before, _, rest = readme.read_text().partition("<!-- results -->\n")
+    _, mark, after = rest.partition("<!-- end of results -->")
+    readme.write_text(f"{before}<!-- results -->\n{text}\n{mark}{after}")
 
 
 def read(folder: Path) -> dict:

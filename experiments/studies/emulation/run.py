@@ -1,8 +1,9 @@
 """Emulated runs against the simulator: every schedule at 2 to 16 stages and 4 to 64 chunks; writes results.csv.
 
-    python experiments/studies/emulation/run.py           about ten minutes on two cores, on a machine that is quiet
-    python experiments/studies/emulation/run.py --table   prints results.csv as the README's table
+    python experiments/studies/emulation/run.py           about nine minutes on two cores, on a machine that is quiet
+    python experiments/studies/emulation/run.py FOLDER    reads experiments/FOLDER, the runs of an earlier call
 
+Both also put the table and what it says into README.md, between its two marks.
 Each point is a run of train.py. Three sweeps run side by side: waiting takes little of a core.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -61,16 +63,13 @@ COLUMNS = (
 
 
 def main() -> int:
-    if "--table" in sys.argv:
-        print(table(list(csv.DictReader(open(HERE / "results.csv")))))
-        return 0
-    name = f"emulation_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    begin = time.monotonic()
-    with_names = [[sweep(name, *part) for part in stream] for stream in STREAMS]
-    script = [" && ".join(f"{{ {command}; true; }}" for command in stream) for stream in with_names]
-    streams = [subprocess.Popen(["bash", "-c", text], cwd=REPOSITORY) for text in script]
-    for stream in streams:
-        stream.wait()
+    name = sys.argv[1] if len(sys.argv) > 1 else f"emulation_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    begin, load = time.monotonic(), os.getloadavg()[0]
+    if len(sys.argv) == 1:
+        scripts = ["; ".join(sweep(name, *part) for part in stream) for stream in STREAMS]
+        streams = [subprocess.Popen(["bash", "-c", script], cwd=REPOSITORY) for script in scripts]
+        for stream in streams:
+            stream.wait()
     rows = [row for folder in sorted(Path(REPOSITORY, "experiments", name).glob("*/*_*")) if (row := read(folder))]
     rows.sort(
         key=lambda row: (
@@ -84,9 +83,42 @@ def main() -> int:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    print(table([{key: str(value) for key, value in row.items()} for row in rows]))
-    print(f"\n{len(rows)} points in {(time.monotonic() - begin) / 60:.1f} minutes")
+    text = f"{said(rows)}\n\n{table(rows)}"
+    if len(sys.argv) == 1:
+        text += (
+            f"\n\n{len(rows)} points in {(time.monotonic() - begin) / 60:.1f} minutes; load average {load:.1f} before"
+        )
+    between_marks(HERE / "README.md", text)
+    print(text)
     return 0
+
+
+def said(rows: list[dict]) -> str:
+    """What the table says."""
+    long = [row for row in rows if row["microbatch_ms"] >= 200]
+    errors = sorted(abs(row["step_error_percent"]) for row in long)
+    points = [100 * abs(row["bubble"] - row["bubble_simulated"]) for row in long]
+    wall = [100 * abs(row["bubble_by_wall_clock"] - row["bubble_simulated"]) for row in long]
+    text = (
+        f"At 200 ms a micro-batch and more ({len(long)} points, {STEPS} steps each) the step time is "
+        f"{statistics.median(errors):.2f} % off the simulator's in the median, {errors[-1]:.2f} % at most; the bubble "
+        f"at most {max(points):.2f} percentage points by the accelerators' stamps, {max(wall):.2f} by the wall clock."
+    )
+    for size in sorted({row["microbatch_ms"] for row in rows if row["microbatch_ms"] < 190}, reverse=True):
+        own = [row["step_error_percent"] for row in rows if row["microbatch_ms"] == size]
+        text += f" At {size} ms ({len(own)} points): {min(own):+.1f} to {max(own):+.1f} %."
+    first = max((row["start_up_s"] for row in rows if row["stages"] == 16), default=0)
+    warm = [row["start_up_s"] for row in rows if row["stages"] == 16 and row["start_up_s"] < first]
+    return text + (
+        f" Sixteen ranks were ready {first} s after their folder was written in the first run of a sweep (three sweeps "
+        f"import at once), {statistics.median(warm):.1f} s in the others (median of {len(warm)})."
+    )
+
+
+def between_marks(readme: Path, text: str) -> None:
+    before, _, rest = readme.read_text().partition("<!-- results -->\n")
+    _, mark, after = rest.partition("<!-- end of results -->")
+    readme.write_text(f"{before}<!-- results -->\n{text}\n{mark}{after}")
 
 
 def sweep(name: str, schedules: str, stages: int, chunks: str, microbatch_s: float) -> str:
@@ -132,11 +164,11 @@ def read(folder: Path) -> dict | None:
     }
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def table(rows: list[dict]) -> str:
     """Markdown."""
-    shown = [c for c in COLUMNS if c != "start_up_s"]
+    shown = [column for column in COLUMNS if column != "start_up_s"]
     lines = [" | ".join(shown), " | ".join("---" for _ in shown)]
-    lines += [" | ".join(row[column] for column in shown) for row in rows]
+    lines += [" | ".join(str(row[column]) for column in shown) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
 
 
