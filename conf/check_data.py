@@ -109,11 +109,13 @@ def tokenizer_vocabulary(data: DataConfig) -> int:
     if data.source == "synthetic":
         return data.synthetic_vocabulary
     if data.source == "tokens":
-        vocabulary = data.vocabulary or (read_sidecar(data.path) if data.path else {}).get("vocabulary")
+        if not (data.vocabulary or data.path):
+            raise ValueError(f"data=tokens needs data.path: {NEEDED_PATHS['tokens']}")
+        vocabulary = data.vocabulary or read_sidecar(data.path).get("vocabulary")
         if vocabulary is None:
             raise ValueError(
-                f"data.path={data.path} has no {sidecar_path(data.path or 'FILE.bin').name} beside it that says its "
-                "vocabulary: give data.vocabulary, the number of different ids"
+                f"data.path={data.path} has no {sidecar_path(data.path).name} beside it that says its vocabulary: give "
+                "data.vocabulary, the number of different ids"
             )
         return vocabulary
     if data.tokenizer == "bpe":

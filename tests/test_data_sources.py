@@ -60,7 +60,8 @@ def test_parquet_rows_are_documents(tmp_path):
 
 def test_a_hugging_face_dataset_of_this_machine(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, *rest, **more: asked.append(host))
     whole = datasets.Dataset.from_dict({"id": list(range(60)), "body": TEXTS})
     whole.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=whole, test=whole.select(range(20))).save_to_disk(str(tmp_path / "two"))
@@ -75,6 +76,7 @@ def test_a_hugging_face_dataset_of_this_machine(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=re.escape(words)) as error:
             make(tmp_path, "datasets", path=path, **values)
         assert "\n" not in str(error.value)
+    assert not asked  # no server, unless data.allow_download=true
 
 
 # ---------------------------------------------------------------------------------------------- bad documents

@@ -296,10 +296,11 @@ def _open_dataset(data: DataConfig) -> Source:
 
 def _dataset(path: str, subset: str | None, split: str, allow_download: bool):
     """A dataset of this machine, or of the hub where that is allowed. Raises ValueError with what is missing."""
-    if not allow_download:  # read when the library is imported: it then asks no server
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     datasets = library("datasets", "data=datasets")
     datasets.disable_progress_bars()
+    # the variable HF_HUB_OFFLINE is read once, at import: one process may read several sources, and run several jobs
+    for settings in (datasets.config, library("huggingface_hub.constants", "data=datasets")):
+        settings.HF_HUB_OFFLINE = not allow_download
     folder = Path(path).expanduser()
     try:
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
