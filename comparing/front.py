@@ -17,12 +17,15 @@ EXIT_OK, EXIT_BAD_INPUT = 0, 2
 def main(arguments: Sequence[str], description: str) -> int:
     """Returns the exit code: 0, or 2 for bad input, said in one line."""
     try:
-        return _main(_parser(description).parse_args(arguments))
+        code = _main(_parser(description).parse_args(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # its reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except (ValueError, ImportError, OSError) as error:
         print(f"compare.py: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except BrokenPipeError:
-        return EXIT_OK
 
 
 def _parser(description: str) -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ class Run:
 
     @property
     def ended_well(self) -> bool:
-        return self.status in ENDED_WELL and number(self.figures.get("tokens_per_s")) is not None
+        return self.status in ENDED_WELL and (number(self.figures.get("tokens_per_s")) or 0) > 0
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -91,11 +91,16 @@ class Run:
 def _ideal(schedule: Any, stages: Any, chunks: Any, interleave: Any) -> float | None:
     from pipeline.schedule import SCHEDULES, bubble_ideal, make_schedule
 
-    if schedule not in SCHEDULES or not isinstance(stages, int) or not isinstance(chunks, int):
+    if (
+        not isinstance(schedule, str)
+        or schedule not in SCHEDULES
+        or not isinstance(stages, int)
+        or not isinstance(chunks, int)
+    ):
         return None  # a schedule of the user's own is code: not run here
     try:
         return bubble_ideal(make_schedule(schedule, stages, chunks, interleave))
-    except ValueError:
+    except (ValueError, TypeError):  # no layout; an interleave that is no number
         return None
 
 
@@ -142,7 +147,9 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield folder
         return
     try:
-        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        below = sorted(
+            entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."
+        )
     except OSError:
         return
     for path in below:
@@ -247,8 +254,8 @@ def _flat(values: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        else:  # a list by its text: values are compared and grouped
+            yield f"{prefix}{key}", json.dumps(value).replace(" ", "") if isinstance(value, list) else value
 
 
 def _yaml(path: Path) -> Any:

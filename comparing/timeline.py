@@ -48,7 +48,7 @@ def read_timeline(run_dir: Path) -> list[Bar]:
             start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
             bar = Bar(int(event["tid"]), match[1], int(arguments.get("stage", 0)), int(match[2]), start, seconds)
             steps.setdefault((event.get("pid", 0), arguments.get("step", 0)), []).append(bar)
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # no action as train.py writes it
             continue
     if not steps:
         return []

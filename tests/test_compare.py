@@ -6,17 +6,19 @@ import csv
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 import run_folders
 
+from comparing import front, study, table
 from comparing import runs as reading
-from comparing import study, table
 from ranks import ROOT
 
 
@@ -158,6 +160,26 @@ def test_runs_that_are_half_written_old_or_damaged_are_shown_as_what_they_are(tm
     done = compare(tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert whole.name in done.stdout and "unreadable: c_damaged: result.json is damaged" in done.stdout
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_files_spoilt_in_any_way_are_no_traceback(seed, tmp_path, capsys):
+    random = Random(seed)
+    for name in "abc":
+        run_folders.write_run(tmp_path / name, chunks=random.choice([4, 8]), timeline=True, parts=True, steps=3)
+    for path in sorted(tmp_path.glob("*/*.json*")):
+        text = path.read_text()
+        if random.random() < 0.3:
+            text = text[: random.randrange(len(text))]
+        for _ in range(random.randrange(4)):  # another value after some colon
+            places = [match.end() for match in re.finditer(r": ", text)]
+            if places:
+                at = random.choice(places)
+                value = random.choice(["null", '"x"', "[]", "{}", "-1", "true", "1e999", "[null, 1]", '{"a": [{}]}'])
+                text = text[:at] + value + re.sub(r"^[^,}\]\n]*", "", text[at:])
+        path.write_text(text)
+    assert front.main([str(tmp_path)], "x") == 0, capsys.readouterr().err
+    assert front.main(["--diff", str(tmp_path / "a"), str(tmp_path / "b")], "x") == 0, capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_is_running_here(tmp_path):
