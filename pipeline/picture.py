@@ -129,6 +129,8 @@ def _legend(pen, font, schedule: Schedule, y: float) -> None:
     entries = [(COLOURS[kind], f"{kind} {KINDS[kind].split(' (')[0]}") for kind in KINDS if kind in kinds]
     entries.append((_RECEIVE, "message under way"))
     entries += [(colour, name) for name, colour in _OTHERS.items()] + [(_IDLE, "idle")]
+    if schedule.interleave > 1:
+        entries.append(("white", "lighter: later stages of the rank"))
     x = _LEFT
     for colour, text in entries:
         pen.rectangle((x, y - 5 * _SCALE, x + 10 * _SCALE, y + 5 * _SCALE), fill=colour)

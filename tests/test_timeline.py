@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from commands import SMALL, TRAIN, run
 from composing import resolved
 
+import cases
 from pipeline import picture, trace
 from pipeline.bubble import PARTS, explain
 from pipeline.draw import COLOURS
+from pipeline.engines.base import Batch
 from pipeline.engines.clock import Clock
 from pipeline.engines.emulated import CREDIT_S, EmulatedEngine, Hardware
 from pipeline.schedule import Action, make_schedule
@@ -20,7 +25,9 @@ from pipeline.simulate import simulate
 from pipeline.spans import DATA, RankStep, Span
 from ranks import run_ranks
 from training import clocks, spent
-from training.timeline import crowded, kept_steps
+from training.build import build_engine
+from training.ranks import Ranks
+from training.timeline import Tracer, crowded, kept_steps
 
 # --- planted in processes that only wait, which follow theory: gpipe's makespan is (m + p - 1)(F + B) ---
 
@@ -98,6 +105,55 @@ def test_a_slow_host_is_named_with_its_size(explained):
     _near(found.where["host_gap_s"], [0.0, 2 * M * HOST_S, 0.0])
     _near(found.parts["imbalance_idle_s"], [0.0] * P)
     _near(found.parts["exposed_communication_s"], [0.0] * P)
+
+
+# --- what a rank gathers ---
+
+
+def _two_pipelines(rank: int, world: int, folder: str) -> dict:
+    """Ranks 0 and 2 are one pipeline, 1 and 3 its replica."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    engine = EmulatedEngine(make_schedule("gpipe", 2, 2), _hardware(), rank=rank // 2, group=groups[rank % 2])
+    config = resolved("parallel=pp2_dp2", "train.log_every=1", "train.trace=[1]", "train.steps=1")
+    recorder = SimpleNamespace(run_dir=Path(folder)) if rank == 0 else None
+    tracer = Tracer(config, engine, Ranks(rank, world, rank, torch.device("cpu")), recorder, 0)
+    engine.clock.begin()
+    engine.flush()
+    return tracer.after_step(1, engine.clock.end())
+
+
+def test_rank_0_s_pipeline_is_explained_beside_its_replicas(tmp_path):
+    figures, *others = run_ranks(_two_pipelines, 4, str(tmp_path))
+    assert others == [{}] * 3
+    assert figures["time"]["compute_s"] == pytest.approx([2 * (F + B)] * 2, rel=0.2)
+    about = json.loads((tmp_path / "timeline.json").read_text())["otherData"]
+    assert about["ranks"] == [0, 2] and "[0, 2] of all 4" in about["note"]
+
+
+@pytest.mark.parametrize("engine", ["single", "fairscale"])
+def test_engines_of_one_process(engine, tmp_path):
+    case = cases.config(engine=engine, stages=1 if engine == "single" else 2, chunks=2, blocks=2)
+    case.train.log_every, case.train.trace, case.train.steps = 1, [1], 1
+    built = build_engine(case, rank=0, device=torch.device("cpu"))
+    tracer = Tracer(case, built, Ranks(0, 1, 0, torch.device("cpu")), SimpleNamespace(run_dir=tmp_path), 0)
+    try:
+        built.clock.begin()
+        built.step(Batch(*cases.tokens(4)), 1.0)
+        measured = built.clock.end()
+        figures = tracer.after_step(1, measured)
+        note = tracer.close()
+    finally:
+        built.close()
+    document = json.loads((tmp_path / "timeline.json").read_text())
+    _check_trace(document, 1)
+    names = [event["name"] for event in document["traceEvents"] if event["ph"] == "X"]
+    if engine == "single":
+        assert names == ["F 0", "B 0", "F 1", "B 1"] and note is None
+        assert sum(ranks[0] for ranks in figures["time"].values()) == pytest.approx(measured.end_s - measured.begin_s)
+        assert figures["bubble_fraction_ideal"] == 0.0 and abs(figures["time"]["schedule_idle_s"][0]) < 1e-9
+    else:
+        assert names == ["flush"] and "no bubble is measured" in note
+        assert set(figures) == {"data_wait_s"}, "what cannot be known is not written"
 
 
 # --- clocks ---

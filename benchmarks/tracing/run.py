@@ -30,7 +30,8 @@ sys.path.insert(0, str(ROOT))
 from conf.resolve import resolve
 from conf.schema import RootConfig, register
 from pipeline.bubble import PARTS
-from pipeline.schedule import SCHEDULES
+from pipeline.engines.clock import Clock
+from pipeline.schedule import SCHEDULES, Action
 from planning.balance import resolved_balance
 from training.data import prepare
 from training.loop import Trainer
@@ -102,9 +103,31 @@ def overhead(folder: Path, repeats: int) -> list[dict]:
             if traced:
                 after[keep].append(later)
     rows = [compared("step", wall), compared("step, this rank's core", core)]
+    rows.append(dict.fromkeys(rows[0], "") | {"what": "the stamps of one action, least of n"} | stamps())
     for keep, name in ((False, "after a logged step"), (True, "after a kept step")):
         rows.append(dict.fromkeys(rows[0], "") | {"what": name, "n": len(after[keep]), "on_ms": ms(after[keep])})
     return rows
+
+
+def stamps(n: int = 20, actions: int = 1000) -> dict:
+    """What the clock does around an action that waits and sends, in processor time."""
+    seconds = {}
+    for on in (False, True):
+        clock, action, times = Clock(), Action(0, "F", 0), []
+        for _ in range(n):
+            if on:
+                clock.begin()
+            begin = time.process_time()
+            for _ in range(actions):
+                clock.waits(action, 0)
+                clock.arrived()
+                clock.run(action, int)
+                clock.sends()
+                clock.sent()
+            times.append((time.process_time() - begin) / actions)
+        seconds[on] = min(times)
+    figures = {"off_ms": seconds[False], "on_ms": seconds[True], "difference_ms": seconds[True] - seconds[False]}
+    return {"n": n} | {name: f"{value * 1e3:.4f}" for name, value in figures.items()}
 
 
 def compared(what: str, seconds: dict[bool, list[float]]) -> dict:
