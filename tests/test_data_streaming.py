@@ -44,8 +44,10 @@ def start(tmp_path):
     return start
 
 
-@pytest.mark.parametrize("source", ["jsonl", "text"])
-def test_parts_and_processes_make_no_difference(tmp_path, monkeypatch, source):
+@pytest.mark.parametrize(("source", "tokenizer"), [("jsonl", "byte"), ("text", "byte"), ("jsonl", "bpe")])
+def test_parts_and_processes_make_no_difference(tmp_path, monkeypatch, source, tokenizer):
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers")
     if source == "jsonl":
         path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     else:
@@ -53,10 +55,11 @@ def test_parts_and_processes_make_no_difference(tmp_path, monkeypatch, source):
         path.mkdir()
         for number in range(20):
             (path / f"{number}.txt").write_text("\n".join(TEXTS[20 * number : 20 * number + 20]))
-    whole = make(tmp_path, source, path=path, cache=str(tmp_path / "one"))
+    values = dict(path=path, tokenizer=tokenizer, tokenizer_vocabulary=300)
+    whole = make(tmp_path, source, cache=str(tmp_path / "one"), **values)
     monkeypatch.setattr("training.data.readers.PART_BYTES", 20_000)
     monkeypatch.setattr("training.data.pieces.num_cores", lambda: 2)
-    parts = make(tmp_path, source, path=path, cache=str(tmp_path / "many"))
+    parts = make(tmp_path, source, cache=str(tmp_path / "many"), **values)
     for one, many in zip(sides(whole), sides(parts), strict=True):
         assert np.array_equal(one, many)
     assert whole.content_hash == parts.content_hash

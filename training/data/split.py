@@ -10,6 +10,7 @@ import numpy as np
 from training.data.pieces import INDEX, part_path
 
 COPY_BYTES = 1 << 22
+CHOOSING = 1 << 16  # documents looked at together
 
 
 def write_sides(
@@ -18,7 +19,7 @@ def write_sides(
     """Joins the parts in `folder` to the tokens of training and validation; returns their counts, and the bytes of the
     held-out text (a separator counts as one).
 
-    A separator stands between two documents, not behind the last. Memory: about 100 bytes a document.
+    A separator stands between two documents, not behind the last. Memory: about 120 bytes a document.
     Raises ValueError when there is no document.
     """
     index = np.concatenate([np.fromfile(part_path(folder, number, "index"), INDEX) for number in range(parts)])
@@ -67,14 +68,14 @@ def _chosen(digests: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarr
     _, group = np.unique(digests, return_inverse=True)  # in the order of the digests
     total = np.bincount(group, sizes).astype(np.int64)
     held, target = np.zeros(len(total), bool), fraction * int(sizes.sum())
-    first = int(np.searchsorted(np.cumsum(total), target, side="right"))  # the first that does not fit
-    held[:first] = True
-    room, place = target - int(total[:first].sum()), first
-    while len(fits := np.flatnonzero(total[place:] <= room)):
-        place += int(fits[0])
-        held[place] = True
-        room -= int(total[place])
-        place += 1
+    room, smallest = target, int(total.min())
+    for start in range(0, len(total), CHOOSING):
+        if room < smallest:
+            break
+        for place, size in enumerate(total[start : start + CHOOSING].tolist(), start):
+            if size <= room:
+                held[place] = True
+                room -= size
     return held[group] if target - room >= target / 2 else None
 
 
