@@ -5,7 +5,7 @@
       Ctrl-C, SIGTERM ── SIGTERM ──────────►   StopFlag            the loop stops after the step it is in
       picks the root cause ◄── error.json ──   guard()             an exception is recorded, the process exits with 1
 
-Imports no torch until ranks are started.
+Ranks of an emulated run are forks of the parent (training.fork). Imports no torch until ranks are started.
 """
 
 from __future__ import annotations
