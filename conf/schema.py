@@ -95,6 +95,7 @@ class HardwareConfig:
     matmul_half_size: Optional[float] = None  # a dimension of this size halves the efficiency: n / (n + this)
     memory_efficiency: Optional[float] = None  # part of the bandwidth that element-wise kernels reach
     kernel_latency_s: Optional[float] = None  # start of one kernel
+    thread_efficiency: Optional[float] = None  # cpu: speed of a rank's n cores / n times that of one; null = 1
     link_efficiency: Optional[float] = None  # part of link_bytes_per_s that a collective reaches
     link_latency_s: Optional[float] = None  # of one message inside a node
     network_efficiency: Optional[float] = None  # part of network_bytes_per_s that a collective reaches

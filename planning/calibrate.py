@@ -1,8 +1,8 @@
 """hardware=auto on processors: what this machine reaches, measured once in a child process and cached. No torch here.
 
-The figures fitted are those of planning/rates.py, of one core: products' efficiency and half size, element-wise
-kernels' part of the bandwidth, the start of a kernel. Peaks and bandwidths stay as they are. A rank with several cores
-is taken to be so many times faster.
+Of one core while all others do the same, since ranks share memory and clock: the bandwidth of an optimizer's step, and
+the figures of planning/rates.py that predict the measured pieces best: products' efficiency and half size, the
+bandwidth of element-wise kernels beside the optimizer's, the start of a kernel. Besides, what threads lose.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from conf.device import num_cores
 from conf.schema import (
     DataConfig,
     HardwareConfig,
@@ -35,13 +37,23 @@ from planning.stack import get_stack
 REPOSITORY = Path(__file__).parent.parent
 CACHE = REPOSITORY / ".cache" / "calibration.json"
 # hidden, heads, batch, sequence, vocabulary: from a toy's kernels, which are all overhead, to a small model's
-SHAPES = [(128, 4, 4, 128, 256), (128, 4, 16, 128, 256), (256, 4, 2, 256, 4096), (768, 12, 1, 128, 8192)]
+SHAPES = [
+    (16, 2, 1, 8, 32),
+    (128, 4, 4, 128, 256),
+    (128, 4, 8, 128, 256),
+    (256, 8, 2, 256, 4096),
+    (768, 12, 1, 128, 8192),
+]
+THREADED = 2  # of SHAPES: what several threads are tried on
+BLOCKS = 2  # in a row
+MOST_CHILDREN = 8
 FITTED = {  # figure: least, most
     "matmul_efficiency": (0.02, 3.0),  # the peak in the file is a rough one
     "matmul_half_size": (1.0, 300.0),
-    "memory_efficiency": (0.02, 20.0),  # of small tensors, which stay in the caches
+    "memory_efficiency": (0.02, 50.0),  # of small tensors, which stay in the caches
     "kernel_latency_s": (1e-7, 1e-3),
 }
+DIRECT = ("memory_bytes_per_s", "thread_efficiency")  # measured as they are
 TIMEOUT_S = 120
 
 
@@ -55,12 +67,13 @@ def calibrated(config: RootConfig) -> RootConfig:
         return config
     figures = _cached()
     if figures is None:
-        seconds = _measure()
-        if seconds is None:
+        measured = _measure(hardware.devices_per_node or 1)
+        if measured is None:
             return config
-        figures = fit(seconds, hardware)
+        figures = {key: measured[key] for key in DIRECT}
+        figures |= fit(measured["pieces"], replace(hardware, **figures))
         _store(figures)
-    sources = hardware.sources | dict.fromkeys(figures, "measured on one core of this machine (planning/calibrate.py)")
+    sources = hardware.sources | dict.fromkeys(figures, "measured on this machine (planning/calibrate.py)")
     return replace(config, hardware=replace(hardware, **figures, sources=sources))
 
 
@@ -97,7 +110,7 @@ def pieces(config: RootConfig, hardware: HardwareConfig) -> dict[str, float]:
     """Predicted seconds of forward and backward of a block, and of norm and head with the loss, on one core."""
     device, stack = rates(replace(hardware, devices_per_node=1), "float32"), get_stack("torch")
     result = {"block": 0.0, "head": 0.0}
-    for spec in describe(config.model)[1:]:
+    for spec in describe(config.model)[BLOCKS:]:  # one block, norm, head
         cost = layer_cost(spec, config, stack, device, Group())
         total = cost.forward.total + cost.backward_input.total + cost.backward_weight.total
         result["block" if spec.kind == "block" else "head"] += total
@@ -108,7 +121,7 @@ def _config(shape: tuple[int, ...], hardware: HardwareConfig) -> RootConfig:
     hidden, heads, batch, sequence, vocabulary = shape
     return RootConfig(
         model=ModelConfig(
-            name="probe", family="gpt", blocks=1, hidden=hidden, heads=heads, feedforward=4 * hidden,
+            name="probe", family="gpt", blocks=BLOCKS, hidden=hidden, heads=heads, feedforward=4 * hidden,
             positions=sequence, vocabulary=vocabulary, tied=False,
         ),
         parallel=ParallelConfig(name="probe", engine="single", stages=1, chunks=1, interleave=1),
@@ -119,27 +132,48 @@ def _config(shape: tuple[int, ...], hardware: HardwareConfig) -> RootConfig:
     )  # fmt: skip
 
 
-def _measure() -> list[dict] | None:
+def _measure(cores: int) -> dict | None:
+    """planning.probe's answer, the median of as many children as there are cores, all at once; one tries threads."""
     shapes = []
     for shape in SHAPES:
         config = _config(shape, HardwareConfig(name="probe", device="cpu"))
-        model = asdict(config.model)
-        shapes.append({"model": model, "batch": config.train.global_batch, "sequence": config.train.sequence})
+        shapes.append(
+            {"model": asdict(config.model), "batch": config.train.global_batch, "sequence": config.train.sequence}
+        )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "planning.probe"]
+    command, pipe = [sys.executable, "-m", "planning.probe"], subprocess.PIPE
+    children, answers = [], []
     try:
-        child = subprocess.run(
-            command, input=json.dumps(shapes), capture_output=True, text=True, cwd=REPOSITORY, env=environment,
-            timeout=TIMEOUT_S,
-        )  # fmt: skip
-        return json.loads(child.stdout) if child.returncode == 0 else None
+        for _ in range(min(cores, MOST_CHILDREN)):
+            children.append(
+                subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=REPOSITORY,
+                    env=environment,
+                )
+            )  # fmt: skip
+        for index, child in enumerate(children):  # all have imported torch and wait by then
+            child.stdin.write(json.dumps({"shapes": shapes, "threads": 0 if index else cores, "threaded": THREADED}))
+            child.stdin.close()
+            child.stdin = None
+        answers = [json.loads(child.communicate(timeout=TIMEOUT_S)[0]) for child in children]
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    pieces = [
+        {key: statistics.median(answer["pieces"][index][key] for answer in answers) for key in ("block", "head")}
+        for index in range(len(SHAPES))
+    ]
+    bandwidth = statistics.median(answer["bytes_per_s"] for answer in answers)
+    efficiency = min(1.0, max(1 / cores, answers[0].get("thread_efficiency", 1.0)))
+    return {"pieces": pieces, "memory_bytes_per_s": bandwidth, "thread_efficiency": efficiency}
 
 
 def _key() -> list[str]:
     """What the figures depend on."""
-    return [_processor(), importlib.metadata.version("torch"), str(SHAPES)]
+    return [_processor(), importlib.metadata.version("torch"), str(SHAPES), str(num_cores())]
 
 
 def _processor() -> str:
@@ -153,7 +187,7 @@ def _processor() -> str:
 def _cached() -> dict[str, float] | None:
     try:
         stored = json.loads(CACHE.read_text())
-        return {key: float(stored["figures"][key]) for key in FITTED} if stored["key"] == _key() else None
+        return {key: float(stored["figures"][key]) for key in (*DIRECT, *FITTED)} if stored["key"] == _key() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # never measured, or a file that is not ours
 

@@ -1,58 +1,74 @@
 """Measures small pieces of a Transformer on this machine: planning/calibrate.py's child process, which imports torch.
 
-    python -m planning.probe < shapes.json > seconds.json
+    python -m planning.probe < {"shapes": [...], "threads": n} > seconds.json
 
-Reads a list of model configurations with batch and sequence; answers, for each, the seconds of forward and backward of
-one block, and of norm, head and loss, with one thread: the fastest of the repeats, in time of the processor and not of
-the clock, so that other work on the machine counts least.
+Answers for each model configuration with batch and sequence the seconds of forward and backward of one block (in a row
+of blocks, as a stage runs it) and of norm, head and loss, with one thread; the bytes a second that an optimizer moves;
+and, with n > 1, how n threads do beside one. Medians, in time of the processor and not of the clock, so that other work
+on the machine counts least; with n threads, which wait for each other by spinning, that is n times the clock's.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 
 from conf.schema import ModelConfig, from_dict
 
-SECONDS_EACH = 0.15  # spent on a piece
+SECONDS_EACH = 0.12  # spent on a piece
 LEAST_REPEATS = 4
+UPDATED = 8_000_000  # elements: four tensors of 32 MB, larger than the caches of a core
+MOVED = 28  # bytes that fused AdamW reads and writes for each
 
 
 def main() -> None:
     import torch
 
+    asked = json.load(sys.stdin)
+    torch.set_num_threads(1)
+    answer: dict = {"pieces": [_pieces(shape) for shape in asked["shapes"]]}
+    parameter = torch.nn.Parameter(torch.zeros(UPDATED))
+    parameter.grad = torch.ones(UPDATED)
+    answer["bytes_per_s"] = MOVED * UPDATED / _median(torch.optim.AdamW([parameter], fused=True).step)
+    if asked["threads"] > 1:
+        shape = asked["shapes"][asked["threaded"]]
+        torch.set_num_threads(asked["threads"])
+        answer["thread_efficiency"] = answer["pieces"][asked["threaded"]]["block"] / _pieces(shape)["block"]
+    print(json.dumps(answer))
+
+
+def _pieces(shape: dict) -> dict[str, float]:
+    import torch
+
     import models
 
-    torch.set_num_threads(1)
-    answers = []
-    for shape in json.load(sys.stdin):
-        model = from_dict(shape["model"], ModelConfig)
-        layers = [module for _, module in models.build(model, seed=0, start=1)]
-        x = torch.randn(shape["batch"], shape["sequence"], model.hidden, requires_grad=True)
-        targets = torch.randint(model.vocabulary, (shape["batch"], shape["sequence"]))
+    model = from_dict(shape["model"], ModelConfig)
+    layers = [module for _, module in models.build(model, seed=0, start=1)]
+    x = torch.randn(shape["batch"], shape["sequence"], model.hidden, requires_grad=True)
+    targets = torch.randint(model.vocabulary, (shape["batch"], shape["sequence"]))
+    gradient = torch.ones_like(x)
 
-        def block(layers=layers, x=x) -> None:
-            layers[0](x).sum().backward()
+    def run(layers: list, end) -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        end(y)
 
-        def head(layers=layers, x=x, targets=targets) -> None:
-            y = x
-            for layer in layers[1:]:
-                y = layer(y)
-            models.token_loss(y, targets).backward()
-
-        answers.append({"block": _fastest(block), "head": _fastest(head)})
-    print(json.dumps(answers))
+    blocks = _median(lambda: run(layers[:-2], lambda y: y.backward(gradient)))
+    head = _median(lambda: run(layers[-2:], lambda y: models.token_loss(y, targets).backward()))
+    return {"block": blocks / model.blocks, "head": head}
 
 
-def _fastest(piece) -> float:
+def _median(piece) -> float:
     piece()
     times, end = [], time.process_time() + SECONDS_EACH
     while time.process_time() < end or len(times) < LEAST_REPEATS:
         start = time.process_time()
         piece()
         times.append(time.process_time() - start)
-    return min(times)
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class Rates:
         """Seconds of element-wise work that reads and writes so many bytes in all."""
         return moved_bytes / self._bandwidth + kernels * self.kernel_latency_s
 
+    def stream_s(self, moved_bytes: float, kernels: int = 1) -> float:
+        """Seconds of element-wise work on tensors that no cache holds: the weights with all that belongs to them."""
+        bandwidth = self.bytes_per_s * min(1.0, self.memory_efficiency)
+        return moved_bytes / bandwidth + kernels * self.kernel_latency_s
+
     @property
     def _bandwidth(self) -> float:
         return self.bytes_per_s * self.memory_efficiency
@@ -59,6 +64,8 @@ def rates(hardware: HardwareConfig, precision: str, ranks_here: int = 1) -> Rate
     if hardware.device == "cpu":
         here = int(figure(hardware, "devices_per_node", "a plan"))
         cores = max(1, here // ranks_here) * min(1, here / ranks_here)
+        if cores > 1 and hardware.thread_efficiency is not None:
+            cores = max(1, cores * hardware.thread_efficiency)
     if precision == "float64":
         flops /= 2
     return Rates(

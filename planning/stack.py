@@ -17,6 +17,7 @@ class Stack:
     fused_attention: bool  # scores never leave the chip (arXiv 2205.14135), the half above the diagonal is skipped
     attention_dropout: bool  # dropout on the scores too
     split_messages: bool  # each tensor rank sends its part of a stage's output (arXiv 2104.04473, section 4.1)
+    update_kernels: int = 0  # of norm, clipping and update, for each parameter
     # fitted to published step times, three numbers
     elementwise: float = 1.0  # bytes that element-wise kernels move / those of perfectly fused ones
     action_overhead_s: float = 0.0  # of the host, for each forward or backward of a micro-batch
@@ -36,8 +37,12 @@ _MEGATRON = dict(
 )
 
 STACKS = {
-    # this project: autocast with float32 weights. optimizer_bytes: read gradient, weight, moments (16), write weight,
-    # moments (12); norm (4) and clipping (8)
+    # This project: autocast with float32 weights. optimizer_bytes: read gradient, weight, moments (16), write weight,
+    # moments (12); norm (4) and clipping (8). update_kernels: counted in training/optimizer.py. exposed_reduction is 1
+    # by construction: data ranks reduce after the flush. action_overhead_s: 0.65 to 1.4 ms of a processor's time
+    # (message of 512 B, of 256 KiB), measured through pipeline/engines/torch_runtime.py and gloo on a Xeon that was
+    # busy with other work; not known on GPUs. elementwise is not known: Megatron-LM's of 2021, whose kernels are as
+    # little fused as eager torch's; on CPU the calibration takes up what it is wrong by (planning/calibrate.py).
     "torch": Stack(
         "torch",
         stream_bytes=4,
@@ -47,7 +52,8 @@ STACKS = {
         fused_attention=True,
         attention_dropout=False,
         split_messages=False,
-        elementwise=1.5,  # not fitted: as Megatron-LM's of 2021
+        update_kernels=10,
+        elementwise=1.5,
         action_overhead_s=1e-3,
     ),
     "megatron": Stack(

@@ -74,6 +74,13 @@ class Layout:
         elements = [sum(prod(shape) for spec in specs for shape in spec.parameters.values()) for specs in stages]
         return cls(stages, rank_of, kinds, elements)
 
+    def most_parameters(self, together: bool) -> int:
+        """Parameters, as tensors, of the rank that has most; `together`: of all ranks."""
+        held = [0] * (max(self.rank_of) + 1)
+        for specs, rank in zip(self.stages, self.rank_of, strict=True):
+            held[rank] += sum(len(spec.parameters) for spec in specs)
+        return sum(held) if together else max(held)
+
     @property
     def rank_elements(self) -> list[int]:
         held = [0] * (max(self.rank_of) + 1)
@@ -104,9 +111,8 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
     message = micro_batch(config) * train.sequence * config.model.hidden * wide
     if stack.split_messages:
         message /= parallel.tensor
-    return StageTimes(
-        stages, recomputed, gather, stack.action_overhead_s, message / paths.stage.bytes_per_s, paths.stage.latency_s
-    )
+    overhead = stack.action_overhead_s if parallel.engine == "torch" else 0.0  # the others only call a module
+    return StageTimes(stages, recomputed, gather, overhead, message / paths.stage.bytes_per_s, paths.stage.latency_s)
 
 
 def weight_bytes(config: RootConfig, stack: Stack) -> int:
@@ -239,7 +245,8 @@ def after_flushes(config: RootConfig, layout: Layout, stack: Stack, device: Rate
     if model.tied and parallel.stages > 1 and parallel.engine == "torch" and layout.rank_of[0] != layout.rank_of[-1]:
         tied = paths.ends.all_reduce_s(model.vocabulary / parallel.tensor * model.hidden * element)
     parts = parallel.data if parallel.shard != "none" else 1
-    update = device.pass_s(optimizer_bytes(config, stack) * most / parts)
+    kernels = stack.update_kernels * layout.most_parameters(one_at_a_time(config))
+    update = device.stream_s(optimizer_bytes(config, stack) * most / parts, kernels)
     if config.optimizer.name == "muon":
         update += newton_schulz_s(config, layout, device)
     return {"data_parallel": reduction, "tied_weight": tied, "optimizer": update}
