@@ -44,7 +44,9 @@ def _figures(a: Run, b: Run) -> str:
         if one == other or key in ("status", "failure", "reason"):
             continue
         numbers = number(one), number(other)
-        ratio = "" if None in numbers or not numbers[0] else f"{numbers[1] / numbers[0]:.3f}"
+        ratio = (
+            "" if None in numbers or not numbers[0] or key.startswith("error.") else f"{numbers[1] / numbers[0]:.3f}"
+        )
         rows.append([key, _shown(key, one), _shown(key, other), ratio])
     return _align(rows) if len(rows) > 1 else "figures: the same"
 
@@ -52,9 +54,11 @@ def _figures(a: Run, b: Run) -> str:
 def _shown(key: str, value: object) -> str:
     if number(value) is None:
         return "" if value is None else str(value)
+    if key.startswith("error."):
+        return f"{value:+.1%}"
     if key.endswith("_bytes"):
         return gib(value)
-    return _SHOW.get(key, lambda v: f"{v:.6g}")(value)
+    return _SHOW.get(key.removeprefix("predicted."), lambda v: f"{v:.6g}")(value)
 
 
 def _loss(a: Run, b: Run) -> str:

@@ -216,7 +216,7 @@ def time_parts(runs: Sequence[Run], looks: dict[str, Look]) -> Figure:
         "",
         yaxis=axis,
         barmode="stack",
-        legend=LEGEND,
+        legend=LEGEND | {"traceorder": "normal"},
         showlegend=True,
         height=190 + 44 * len(runs),
     )

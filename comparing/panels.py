@@ -228,7 +228,7 @@ def timelines(runs: Sequence[Run]) -> Panel | None:
             body += plot(f"timeline-{index}")
         body += ("" if bars else "<p>timeline.json has no actions.</p>") + "</div>"
     left = len(have) - len(chosen)
-    note = f" {left} more runs have one: --where chooses, timeline.json opens in Perfetto." if left else ""
+    note = f" {left} more have one: --where chooses, timeline.json opens in Perfetto." if left else ""
     intro = f"One step each, on one time scale: a row a rank, a bar an action.{note}"
     return "timelines", title, f"<p>{intro}</p><div class=grid>{body}</div>", made
 

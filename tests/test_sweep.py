@@ -103,8 +103,8 @@ def test_jobs_in_processes_of_a_launcher_end_in_the_same_table(cwd):
     assert left == ["runs"], "what the jobs told the sweep is gone"
 
 
-def test_ctrl_c_ends_the_sweep_and_says_what_was_done(cwd):
-    process = start(*FAKE_TRAIN, "-m", *SMALL, "train.seed=0,1,2", cwd=cwd, FAKE="steps")
+def test_ctrl_c_ends_the_sweep_and_what_is_missing_runs_later(cwd):
+    process = start(*FAKE_TRAIN, "-m", *SMALL, "train.seed=0,1", cwd=cwd, FAKE="steps")
     wait_for(lambda: len(list(cwd.glob("experiments/runs/*/ready_*"))) == 2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=20)
@@ -112,6 +112,10 @@ def test_ctrl_c_ends_the_sweep_and_says_what_was_done(cwd):
     assert [(name, result["status"]) for name, result in jobs(cwd).items()] == [("00_seed=0", "stopped")]
     assert [row[:2] for row in rows(output)[1:]] == [["0", "stopped"]]
     assert "resume_sweep=true" in output
+    again = run(*FAKE_TRAIN, "-m", *SMALL, "train.seed=0,1", "resume_sweep=true", cwd=cwd, timeout=240)
+    assert again.returncode == 0, again.stderr
+    assert [row[:3] for row in rows(again.stdout)[1:]] == [["0", "0", "completed"], ["1", "1", "completed"]]
+    assert "look at it: experiments/runs/compare.html" in again.stdout
 
 
 def test_an_experiment_that_is_a_sweep(cwd):
