@@ -17,6 +17,7 @@ from pipeline.engines.base import Batch, Engine, own_part
 from pipeline.placement import pipeline_of, place
 from pipeline.spans import DATA, OPTIMIZER, REDUCE
 from training import faults, imbalance
+from training.ahead import Ahead
 from training.build import build_engine, canonical_order, engine_class, make_mesh
 from training.checkpoint import Checkpoints, Position
 from training.data import Batches, Corpus
@@ -69,12 +70,25 @@ class Trainer:
         self.optimizer = make_optimizer(config.optimizer, self.engine.parameters, self.engine.tied)
         self.batches = Batches(self.corpus, config.train.sequence, config.train.seed)
         self.flush = config.train.global_batch // config.train.accumulate  # sequences, of all data ranks
+        self._ahead = Ahead(self._read, self._following) if ranks.device.type == "cuda" else None
         self.tokens_per_step = config.train.global_batch * config.train.sequence
         self.flops_per_step = self.tokens_per_step * model_flops_per_token(config.model, config.train.sequence)
 
     def batch(self, step: int, first: int) -> Batch:
         """This data rank's sequences of the flush that starts at consumed sample `first`; only what this rank's stages
-        need."""
+        need. An accelerator's are read ahead."""
+        batch = self._read((step, first)) if self._ahead is None else self._ahead.get((step, first))
+        tensors = (batch.inputs, batch.targets, batch.keys, batch.documents)
+        return Batch(*(self._on_device(tensor) for tensor in tensors))
+
+    def _following(self, key: tuple[int, int]) -> tuple[int, int]:
+        """Step and first sample of the flush after this one."""
+        first = key[1] + self.flush
+        return first // self.config.train.global_batch, first
+
+    def _read(self, key: tuple[int, int]) -> Batch:
+        """In memory, whence an accelerator can take it while it computes."""
+        step, first = key
         count = self.flush // self.config.parallel.data
         first += self.place.data * count
         needed = {"inputs": self.engine.needs_inputs, "targets": self.engine.needs_targets}
@@ -84,28 +98,31 @@ class Trainer:
         keys = None
         if self.config.model.dropout > 0:
             samples = torch.arange(first, first + count)
-            keys = sample_keys(self.config.train.seed, step, samples).to(self.ranks.device)
-        return Batch(self._tensor(inputs), self._tensor(targets), keys, self._tensor(documents))
+            keys = sample_keys(self.config.train.seed, step, samples)
+        arrays = (inputs, targets, keys, documents)
+        tensors = [array if array is None else torch.as_tensor(array) for array in arrays]
+        if self.ranks.device.type == "cuda":
+            tensors = [tensor if tensor is None else tensor.pin_memory() for tensor in tensors]
+        return Batch(*tensors)
 
     def step(self, step: int) -> Outcome:
         """One optimizer step (from 0): `accumulate` flushes, tied gradients, clipping, update."""
         config, engine = self.config, self.engine
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
+        loss = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for index in range(config.train.accumulate):
             first = step * config.train.global_batch + index * self.flush
             with engine.clock.span(DATA, DATA):
                 batch = self.batch(step, first)
-            loss += float(engine.step(batch, 1.0 / self.tokens_per_step, last=index == config.train.accumulate - 1))
+            loss += engine.step(batch, 1.0 / self.tokens_per_step, last=index == config.train.accumulate - 1).to(loss)
         label = "the sum of a tied weight's gradients"
         with self.ranks.together(label), engine.clock.span(REDUCE, label):
             engine.sum_tied_gradients()
         label = "the gradient norm"
         with self.ranks.together(label), engine.clock.span(REDUCE, label):
-            norm = float(global_norm(engine.parameters, self.order, engine.tied, self._group(), self.place))
+            norm = global_norm(engine.parameters, self.order, engine.tied, self._group(), self.place)
         with engine.clock.span(REDUCE, "the step's figures"):
-            # tensor ranks all have the loss of their data rank's sequences
-            loss, stop, out_of_time, *memory = self._agree(loss if self.place.tensor == 0 else 0.0)
+            loss, norm, stop, out_of_time, *memory = self._agree(loss, norm)
         rate = learning_rate(config.optimizer, step, config.train.steps)
         outcome = Outcome(loss, norm, rate, stop > 0, out_of_time > 0, [int(value) for value in memory])
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -145,13 +162,20 @@ class Trainer:
         (total,) = self.ranks.sum([loss if self.place.tensor == 0 else 0.0])
         return total / (count * self.config.train.sequence)
 
-    def _agree(self, loss: float) -> list[float]:
-        """One reduction a step: the loss (known to the last stage alone), stop requests, rank 0's clock, memory."""
+    def _agree(self, loss: torch.Tensor, norm: torch.Tensor) -> list[float]:
+        """The step's one reduction of figures, and the one time that the host waits for an accelerator: the loss (known
+        to the last stage alone), the norm (known to all), stop requests, rank 0's clock, memory."""
         limit = self.config.train.max_minutes
         out_of_time = self.ranks.rank == 0 and bool(limit) and time.monotonic() - self.started > 60 * limit
         memory = [0.0] * self.ranks.world
         memory[self.ranks.rank] = float(self.ranks.peak_memory_bytes())
-        return self.ranks.sum([loss, float(self.stop_requested()), float(out_of_time), *memory])
+        values = [0.0, 0.0, float(self.stop_requested()), float(out_of_time), *memory]
+        figures = torch.tensor(values, dtype=torch.float64).to(self.ranks.device, non_blocking=True)
+        if self.place.tensor == 0:  # tensor ranks all have the loss of their data rank's sequences
+            figures[0] += loss
+        if self.ranks.rank == 0:
+            figures[1] += norm
+        return self.ranks.sum_of(figures).tolist()
 
     def _nonfinite(self, step: int, outcome: Outcome) -> None:
         """Names the first parameter with a bad gradient, and its rank; stops unless told to skip."""
@@ -175,8 +199,11 @@ class Trainer:
     def _group(self):
         return torch.distributed.group.WORLD if self.ranks.world > 1 else None
 
+    def _on_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(self.ranks.device, non_blocking=True)
+
     def _tensor(self, array) -> torch.Tensor | None:
-        return None if array is None else torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
+        return None if array is None else self._on_device(torch.from_numpy(array))
 
 
 def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position) -> dict:

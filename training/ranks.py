@@ -29,12 +29,14 @@ class Ranks:
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64; every rank gets it."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.sum_of(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+
+    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over all ranks, in place; every rank gets it."""
         if self.world > 1:
             with self.together("the sum of the step's figures"):
-                dist.all_reduce(total)
-                return total.tolist()
-        return total.tolist()
+                dist.all_reduce(values)
+        return values
 
     @contextmanager
     def together(self, label: str) -> Iterator[None]:

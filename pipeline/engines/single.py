@@ -19,7 +19,7 @@ class SingleEngine(Engine):
 
     def step(self, batch: Batch, scale: float, *, last: bool = True) -> Tensor:
         self.scale = scale
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
         for index, part in enumerate(batch.chunk(self.chunks)):
             forward = Action(0, "F", index)
             logits = self.clock.run(forward, self._forward, part, index == self.chunks - 1)
@@ -31,7 +31,7 @@ class SingleEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, sequences: int) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
         for row in range(0, sequences, self.microbatch):
             rows = slice(row, row + self.microbatch)
             documents = None if batch.documents is None else batch.documents[rows]

@@ -74,7 +74,7 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, sequences: int) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         row = 0
         while row < sequences:
             microbatch = min(self.microbatch, sequences - row)

@@ -143,7 +143,7 @@ class Runtime(_PipelineScheduleRuntime):
             stage.reduces = reduces
         call = self.step if train else self.eval
         call(*args, target=batch.targets, return_outputs=False, **{k: v for k, v in extra.items() if v is not None})
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._stages[0].device)
         for index in sorted(self._losses):
             total += self._losses[index].detach().to(total)
         self._losses.clear()
