@@ -48,7 +48,7 @@ POSITIVE = (
     "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s "
     "emulate.time_scale emulate.slow_factor emulate.slow_link_factor"
 ).split()
-EFFICIENCIES = [f"hardware.{part}_efficiency" for part in ("matmul", "memory", "link", "network")]
+EFFICIENCIES = [f"hardware.{part}_efficiency" for part in ("matmul", "memory", "link", "network", "thread")]
 BELOW_ONE = "model.dropout optimizer.beta1 optimizer.beta2 optimizer.momentum emulate.jitter".split()  # [0, 1)
 
 
