@@ -23,10 +23,10 @@ class Remedy:
     overrides: str  # as one types it
     needed_bytes: int  # planning.predict.needed_bytes
     step_time_s: float
-    devices: int  # times as many
+    devices: float  # times as many
 
     def describe(self, step_time_s: float) -> str:
-        more = f", {self.devices} x the devices" if self.devices > 1 else ""
+        more = f", {self.devices:.3g} x the devices" if self.devices > 1 else ""
         return f"{self.overrides} ({gib(self.needed_bytes)}, step {self.step_time_s / step_time_s - 1:+.1%}{more})"
 
 
@@ -62,7 +62,7 @@ def _fitting(
         if needed <= capacity:
             seconds = step_time(tried, get_stack(stack), explain=False).total
             text = " ".join(f"{key}={_typed(value)}" for key, value in change.items())
-            devices = tried.parallel.stages // config.parallel.stages
+            devices = tried.parallel.stages / config.parallel.stages
             found.append(Remedy(text, needed, seconds, devices))
     return found
 
@@ -74,7 +74,8 @@ def _typed(value: object) -> str:
 def _changes(config: RootConfig) -> list[dict]:
     """What could make a run fit, all with the same global batch."""
     parallel = config.parallel
-    changes: list[dict] = [{"parallel.chunks": factor * parallel.chunks} for factor in (2, 4)]
+    batch = {"train.global_batch": config.train.global_batch}  # left open it would follow the chunks
+    changes: list[dict] = [{"parallel.chunks": factor * parallel.chunks} | batch for factor in (2, 4)]
     if parallel.checkpoint == "never":
         changes.append({"parallel.checkpoint": "always"})
     if parallel.tensor > 1 and not parallel.sequence_parallel:
@@ -87,7 +88,9 @@ def _changes(config: RootConfig) -> list[dict]:
         changes.append({"parallel.schedule": "1f1b", "parallel.interleave": 1})
     if parallel.engine == "torch":
         changes.append({"parallel.balance": "memory"})
-        changes += [{"parallel.stages": factor * parallel.stages} for factor in (2, 4)]
+        p = parallel.stages
+        kept = {"parallel.chunks": parallel.chunks} | batch  # left open they would follow the stages
+        changes += [{"parallel.stages": stages} | kept for stages in sorted({p + 1, 2 * p, 4 * p})]
     return changes
 
 

@@ -48,7 +48,7 @@ THREADED = 2  # of SHAPES: what several threads are tried on
 BLOCKS = 2  # in a row
 MOST_CHILDREN = 8
 FITTED = {  # figure: least, most
-    "matmul_efficiency": (0.02, 3.0),  # the peak in the file is a rough one
+    "matmul_efficiency": (0.02, 6.0),  # the peak in the file is a rough one
     "matmul_half_size": (1.0, 300.0),
     "memory_efficiency": (0.02, 50.0),  # of small tensors, which stay in the caches
     "kernel_latency_s": (1e-7, 1e-3),
