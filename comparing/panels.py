@@ -204,15 +204,26 @@ def bubble(runs: Sequence[Run]) -> Panel | None:
 # --- timelines ---
 
 
+def _most_telling(runs: Sequence[Run]) -> list[Run]:
+    """MOST_TIMELINES of them: the fastest of each schedule, in the cell of stages and chunks that most schedules ran,
+    then the fastest others."""
+    fastest = sorted(runs, key=lambda run: -(number(run.figures.get("tokens_per_s")) or 0))
+
+    def first_of_each(group: Sequence[Run]) -> list[Run]:
+        return [own[0] for own in study.group_by(group, lambda run: run.config.get("parallel.schedule")).values()]
+
+    cells = study.group_by(fastest, lambda run: tuple(run.config.get(key) for key in study.GRID))
+    first = max((first_of_each(group) for group in cells.values()), key=len)  # of equal ones the fastest
+    return (first + [run for run in fastest if run not in first])[:MOST_TIMELINES]
+
+
 def timelines(runs: Sequence[Run]) -> Panel | None:
-    """One step each of the fastest run of every schedule, then of the fastest others."""
+    """One step of each of a few runs, side by side."""
     have = [run for run in runs if (run.path / "timeline.json").exists()]
     title = "Timelines"
     if not have:
         return "timelines", title, "<p>No run has a timeline.json.</p>", {}
-    fastest = sorted(have, key=lambda run: -(number(run.figures.get("tokens_per_s")) or 0))
-    first = [group[0] for group in study.group_by(fastest, lambda run: run.config.get("parallel.schedule")).values()]
-    shown = (first + [run for run in fastest if run not in first])[:MOST_TIMELINES]
+    shown = _most_telling(have)
     chosen = [run for run in have if run in shown]
     looks, body, made, steps = _looks(have), "", {}, {}
     for run in chosen:

@@ -134,3 +134,20 @@ def test_a_page_of_runs_without_a_figure_says_so(tmp_path):
     (tmp_path / "a" / ".hydra").mkdir(parents=True)
     text = page.render(reading.read_all(reading.find([tmp_path])), "x")
     assert "No run has a timeline.json" in text and "unfinished" in text and html.escape("no configuration") in text
+
+
+def test_timelines_of_the_same_stages_and_chunks_stand_side_by_side(tmp_path):
+    layouts = [
+        ("gpipe", 2, 4, 0.1),
+        ("gpipe", 4, 8, 0.5),
+        ("1f1b", 4, 8, 0.4),
+        ("1f1b", 2, 4, 0.2),
+        ("1f1b", 2, 8, 0.1),
+    ]
+    layouts += [("zb_h1", 4, 8, 0.6)]
+    for schedule, stages, chunks, seconds in layouts:
+        layout = {"schedule": schedule, "stages": stages, "chunks": chunks, "step_time_s": seconds, "timeline": True}
+        run_folders.write_run(tmp_path / f"{schedule}_{stages}_{chunks}", **layout)
+    body = panels.timelines(reading.read_all(reading.find([tmp_path])))[2]
+    titles = set(re.findall("<h3>(.*?)</h3>", body))
+    assert {f"{name} stages=4 chunks=8" for name in ("gpipe", "1f1b", "zb_h1")} < titles and len(titles) == 4
