@@ -50,6 +50,7 @@ def _trainer(
     trainer.engine = SimpleNamespace(needs_inputs=True, needs_targets=True)
     trainer.batches = Batches(corpus, SEQUENCE, seed)
     trainer.flush = global_batch // accumulate
+    trainer._ahead = None  # on a processor nothing is read ahead
     return trainer
 
 
