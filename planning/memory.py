@@ -82,8 +82,8 @@ def _sharded(parallel: ParallelConfig, weights: int, states: int, largest: int) 
     """Weights, gradients and optimizer state when data ranks share them (arXiv 1910.02054).
 
     In a pipeline the gradients are reduced after the last micro-batch, so all of them are held until then, whatever is
-    shared. Full sharding keeps two layers whole: the one that computes, and the next one on its way. Beside its own part
-    (without sharding: all of it) torch's FSDP2 computes with a gathered copy of the weights.
+    shared. Full sharding keeps two layers whole: the one that computes, and the next one on its way. Beside its own
+    part (without sharding: all of it) torch's FSDP2 computes with a gathered copy of the weights.
     """
     shard, d = parallel.shard, parallel.data
     gradients_shared = shard in ("gradients", "full") and parallel.stages == 1
