@@ -194,3 +194,18 @@ def test_kills_at_random_moments_change_nothing(tmp_path):
     done = run(*command, cwd=REPOSITORY, timeout=170, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["wrong"] == []
+
+
+def test_what_a_resume_was_typed_with_is_not_kept_when_it_took_no_step(whole, cwd):
+    """It fails inside the ranks; the next start goes on as if it had never been. (The copy has a folder for a link.)"""
+    shutil.copytree(whole.parent.parent, cwd / "experiments")
+    folder = only_run(cwd)
+    settings = {name: (folder / name).read_text() for name in (".hydra/overrides.yaml", "resolved.json", "plan.json")}
+    more = [*TRAIN, f"resume={folder}", f"train.steps={STEPS + 2}"]
+    failed = run(*more, "optimizer.learning_rate=0.5", "fault.kind=exception", f"fault.step={STEPS + 1}", cwd=cwd)
+    assert failed.returncode == 1 and "rank 0 failed" in failed.stderr
+    assert {name: (folder / name).read_text() for name in settings} == settings
+    done = run(*more, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    rates = [json.loads(line).get("learning_rate") for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses(folder)) == STEPS + 2 and max(rate for rate in rates if rate is not None) < 0.1

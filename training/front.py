@@ -105,7 +105,7 @@ def _resumed(config: DictConfig, job: Job) -> tuple[DictConfig, resume.Found | N
 
 def _train(config: DictConfig, job: Job, plan: Plan, found: resume.Found | None) -> None:
     """In a new folder, or in the one of the run that is resumed."""
-    evaluates = config.evaluate is not None
+    evaluates, before = config.evaluate is not None, {}
     if found is not None and not evaluates and resume.is_done(plan.config, found):
         job.run_dir, job.result, job.earlier = found.run_dir, read_result(found.run_dir), True
         print(f"all {found.step} steps are done already; a larger train.steps goes on")
@@ -120,11 +120,14 @@ def _train(config: DictConfig, job: Job, plan: Plan, found: resume.Found | None)
         if found is not None and not evaluates:
             resume.go_on_in(job.run_dir, found)
     else:
+        before = resume.settings(found.run_dir)
         job.run_dir = resume.reopen(found)
         (job.run_dir / ".hydra" / "overrides.yaml").write_text(OmegaConf.to_yaml(job.overrides))
     (job.run_dir / ".hydra" / "config.yaml").write_text(OmegaConf.to_yaml(config))
     _write_inputs(job.run_dir, plan)
     job.result = _launch(job.run_dir, plan)
+    if before and job.result["status"] in ("failed", "out_of_memory") and job.result.get("steps", 0) <= found.step:
+        resume.put_back(before)  # not a step was taken with what was typed: the next start is not to inherit it
 
 
 def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequence[str] = ()) -> Plan:

@@ -144,8 +144,11 @@ def commit(folder: Path, manifest: dict) -> Path:
 
 
 def point_latest(folder: Path) -> None:
-    """Make the link `latest` beside `folder` point at it, in one move."""
+    """Make the link `latest` beside `folder` point at it, in one move. Where a copy of the run has made a folder of it,
+    that stays as it is."""
     link = folder.with_name("latest")
+    if link.is_dir() and not link.is_symlink():
+        return
     partial = folder.with_name("latest.tmp")
     partial.unlink(missing_ok=True)
     partial.symlink_to(folder.name)

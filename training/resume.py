@@ -217,6 +217,20 @@ def reopen(found: Found) -> Path:
     return found.run_dir
 
 
+def settings(run_dir: Path) -> dict[Path, bytes]:
+    """What a start writes over in the folder of a run that it goes on with."""
+    names = (".hydra/overrides.yaml", ".hydra/config.yaml", "resolved.json", "corpus.json", "plan.json")
+    return {path: path.read_bytes() for path in (run_dir / name for name in names) if path.exists()}
+
+
+def put_back(settings: dict[Path, bytes]) -> None:
+    """Undo that; each file whole or not at all."""
+    for path, content in settings.items():
+        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        partial.write_bytes(content)
+        os.replace(partial, path)
+
+
 def go_on_in(run_dir: Path, found: Found) -> None:
     """Make a new folder one that goes on from the saved run: its records so far, and where to load from."""
     metrics = found.run_dir / "metrics.jsonl"
