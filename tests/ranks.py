@@ -69,9 +69,7 @@ def _rank(function, rank: int, world: int, folder: str, pipe, args) -> None:
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         try:
             # plain pickle: multiprocessing would hand over tensors by reference to this process, which ends
             pipe.send_bytes(pickle.dumps((True, function(rank, world, *args))))

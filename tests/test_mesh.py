@@ -77,7 +77,7 @@ def test_512_ranks_hold_what_the_plan_says(big, rank):
 
 
 def test_data_and_tensor_ranks_hold_every_parameter_once():
-    """What the 64 ranks of the last pipeline rank count of themselves adds up to its layers, of a model that is small."""
+    """What the 64 ranks of the last pipeline rank count of themselves adds up to its layers, of a small model."""
     config = resolved(
         "model=gpt_tiny", "parallel=megatron_8x4x16", "hardware=a100_80gb", "train.precision=float32",
         "train.sequence=128", "train.global_batch=512", "train.steps=1", "parallel.balance=[2,1,1,1,1,1,1,3]",

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-
 def share(module: nn.Module, mesh: DeviceMesh, level: str) -> None:
     """Makes the ranks of the one-dimensional `mesh` data ranks of `module`, in place; for each layer, then for the
     stage that holds them. Every rank must hold the same weights. Gradients are sums over data ranks, not means: the
