@@ -384,5 +384,14 @@ def _warnings(config: RootConfig) -> Iterable[str]:
             f"parallel.chunks={m} is less than 4 x parallel.stages={p}: an ideal bubble of {now:.1%} of the step, "
             f"{usual:.1%} with parallel.chunks={4 * p}"
         )
+    if parallel.engine == "torch" and parallel.checkpoint != "never":
+        from pipeline.schedule import make_schedule
+
+        if make_schedule(parallel.schedule, p, m, parallel.interleave).splits_backward:
+            yield (  # measured: benchmarks/planner/README.md
+                f"parallel.checkpoint={parallel.checkpoint} saves no memory with parallel.schedule={parallel.schedule}: "
+                "torch recomputes a block again for each part of a backward in two, and keeps it all; use "
+                "parallel.checkpoint=never, or a schedule with whole backwards such as 1f1b"
+            )
     if config.train.precision == "bfloat16" and hardware.peak_flops_float32 and not hardware.peak_flops_bfloat16:
         yield f"train.precision=bfloat16 may be emulated on hardware={hardware.name}, many times slower than float32"

@@ -153,6 +153,12 @@ def test_few_chunks_get_a_warning_with_the_bubble(parallel, chunks):
     assert f"parallel.chunks={4 * p}" in warning
 
 
+def test_checkpointing_that_saves_nothing_is_said():
+    (warning,) = check(resolved("parallel.schedule=zb_h1", "parallel.checkpoint=always"))
+    assert "parallel.checkpoint=always saves no memory with parallel.schedule=zb_h1" in warning
+    assert check(resolved("parallel.schedule=zb_h1")) == check(resolved("parallel.checkpoint=always")) == []
+
+
 def test_other_warnings():
     assert check(resolved("parallel.stages=1", "parallel.chunks=1")) == []
     assert check(resolved("parallel.chunks=9")) == []
