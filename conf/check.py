@@ -389,9 +389,9 @@ def _warnings(config: RootConfig) -> Iterable[str]:
 
         if make_schedule(parallel.schedule, p, m, parallel.interleave).splits_backward:
             yield (  # measured: benchmarks/planner/README.md
-                f"parallel.checkpoint={parallel.checkpoint} saves no memory with parallel.schedule={parallel.schedule}: "
-                "torch recomputes a block again for each part of a backward in two, and keeps it all; use "
-                "parallel.checkpoint=never, or a schedule with whole backwards such as 1f1b"
+                f"parallel.checkpoint={parallel.checkpoint} saves no memory with parallel.schedule="
+                f"{parallel.schedule}: torch recomputes a block again for each part of a backward in two, and keeps it "
+                "all; use parallel.checkpoint=never, or a schedule with whole backwards such as 1f1b"
             )
     if config.train.precision == "bfloat16" and hardware.peak_flops_float32 and not hardware.peak_flops_bfloat16:
         yield f"train.precision=bfloat16 may be emulated on hardware={hardware.name}, many times slower than float32"
