@@ -147,8 +147,9 @@ def test_training_is_that_of_one_process(ranks, corpus, single):
 # --- checkpoints ---
 
 
-def test_a_run_moves_between_all_kinds_of_layouts(corpus, tmp_path, capfd):
-    """Four stages, then 2 x 2 data ranks, sharded ones, one process, two tensor ranks, fairscale, and back."""
+def test_a_run_moves_between_all_kinds_of_layouts(corpus, tmp_path):
+    """Four stages, then 2 x 2 data ranks, sharded ones, one process, two tensor ranks, fairscale, and back. Each proves
+    the loss of the checkpoint's held-out batch first (training/checkpoint.py raises where it differs)."""
     usual = dict(vocabulary=EVEN, precision="float64", microbatch=2)
     layouts = [
         (4, dict(stages=4), 1),
@@ -170,5 +171,3 @@ def test_a_run_moves_between_all_kinds_of_layouts(corpus, tmp_path, capfd):
     np.testing.assert_allclose(losses, [step[:3] for step in expected.steps], rtol=1e-9)
     for name, weight in weights.items():
         np.testing.assert_allclose(state[name], weight, rtol=1e-6, atol=1e-8, err_msg=name)
-    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("resumed from")]
-    assert len(told) == len(layouts) - 1 and all("at most 1e-10" in line for line in told)

@@ -6,6 +6,8 @@ it is met here only; tests/test_torch_runtime.py fails loudly when a new torch c
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -82,8 +84,10 @@ class RunnableStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor):
         """Where the schedule is done with a stage; a flush that is not a step's last leaves gradients as they are."""
-        if self.reduces and isinstance(self.submod, FSDPModule):
-            with self._clock.span(REDUCE, f"gradients of stage {self.stage_index} over data ranks"):
+        label = f"gradients of stage {self.stage_index} over data ranks"
+        reduces = isinstance(self.submod, FSDPModule)
+        if self.reduces:
+            with self._clock.span(REDUCE, label) if reduces else contextlib.nullcontext():
                 super().perform_reduce_grad(grad_scale_factor)
 
     def get_fwd_send_ops(self, fwd_chunk_id):
