@@ -97,7 +97,8 @@ def check(config: RootConfig, *, here: bool = True) -> list[str]:
     _check_layout(config)
     _check_run(config)
     _check_ranks(config)
-    _check_whole_matrices(config)
+    if config.evaluate is None:  # which takes no step
+        _check_whole_matrices(config)
     check_emulation(config, here=here)
     if here and not config.emulate.enabled:
         _check_selective(config.parallel)

@@ -153,6 +153,13 @@ def test_few_chunks_get_a_warning_with_the_bubble(parallel, chunks):
     assert f"parallel.chunks={4 * p}" in warning
 
 
+def test_muon_is_evaluated_in_any_layout():
+    layout = ["optimizer=muon", "parallel=tp2"]
+    with pytest.raises(ValueError, match="needs whole matrices"):
+        check(resolved(*layout))
+    check(resolved(*layout, "evaluate=experiments/runs/one"))
+
+
 def test_checkpointing_that_saves_nothing_is_said():
     (warning,) = check(resolved("parallel.schedule=zb_h1", "parallel.checkpoint=always"))
     assert "parallel.checkpoint=always saves no memory with parallel.schedule=zb_h1" in warning

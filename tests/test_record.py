@@ -204,6 +204,20 @@ def test_the_result_of_a_run(tmp_path, config):
     assert sorted(path.name for path in tmp_path.glob("result*")) == ["result.json"]
 
 
+def test_figures_of_speed_are_of_the_newest_start_alone(tmp_path, config):
+    """A run that went on in another layout: medians and memory do not mix the two."""
+    first = Recorder(tmp_path, config)
+    for number in range(1, 11):
+        first.step(step(number, step_time_s=9.0, bubble_fraction=0.5, memory_bytes=[500, 600]))
+    first.close()
+    again = Recorder(tmp_path, config, done=10)
+    for number in range(11, 15):
+        again.step(step(number, step_time_s=1.0, bubble_fraction=0.0, memory_bytes=[100, 100]))
+    result = again.finish("completed")
+    assert (result["step_time_s"], result["bubble_fraction"], result["peak_memory_bytes"]) == (1.0, 0.0, [100, 100])
+    assert result["steps"] == 14
+
+
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n" + json.dumps(step(2))[:20])
     assert summary(tmp_path)["steps"] == 1

@@ -80,6 +80,7 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self.started = time.time()
         self.tokens_per_step = config.train.global_batch * config.train.sequence
+        self._done = done
         keep_steps(self.run_dir, done)
         kept = [record for kind in _read_metrics(self.run_dir / "metrics.jsonl") for record in kind]
         self._trained_s = max((record.get("elapsed_s", 0.0) for record in kept), default=0.0)
@@ -99,8 +100,9 @@ class Recorder:
         self._events.flush()
 
     def step(self, figures: dict[str, Any]) -> None:
-        """Write one training step: `step` (from 1), `loss`, … as in TAGS; `memory_bytes` of each rank."""
-        self._write(figures)
+        """Write one training step: `step` (from 1), `loss`, … as in TAGS; `memory_bytes` of each rank. It is marked with
+        the steps that this start goes on from."""
+        self._write(figures | {"started_after": self._done})
 
     def validation(self, step: int, figures: dict[str, Any]) -> None:
         """Write one validation after `step` steps: `validation_loss` (nats a token), `bits_per_byte`."""
@@ -220,17 +222,18 @@ def summary(run_dir: str | os.PathLike) -> dict[str, Any]:
         result["loss"] = steps[-1].get("loss")
     if validations:
         result |= {key: validations[-1].get(key) for key in ("validation_loss", "bits_per_byte")}
+    # of the newest start alone: those before may have run in another layout, or on another machine
+    newest = [step for step in steps if step.get("started_after") == steps[-1].get("started_after")]
     # the first steps allocate memory and connect ranks: they are no measure of speed
-    steady = steps[max(1, len(steps) // 10) :] or steps
+    steady = newest[max(1, len(newest) // 10) :] or newest
     for key in MEDIANS:
         values = [step[key] for step in steady if isinstance(step.get(key), (int, float))]
         if values:
             result[key] = statistics.median(values)
     if timed := [step for step in steady if step.get("time")]:
         result |= spent.typical(timed)
-    memory = [step["memory_bytes"] for step in steps if step.get("memory_bytes")]
-    if memory:  # of the ranks that there are now: a run may have gone on in another layout
-        memory = [ranks for ranks in memory if len(ranks) == len(memory[-1])]
+    memory = [step["memory_bytes"] for step in newest if step.get("memory_bytes")]
+    if memory:
         result["peak_memory_bytes"] = [max(rank) for rank in zip(*memory, strict=True)]
     return result
 
