@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 
 from comparing.runs import Run, number
 from comparing.table import SHOWN, gib, text_of
 from comparing.timeline import describe, read_timeline
 
+WIDEST = 40  # characters of a value in a column
+ROUNDING = 1e-5  # of a loss: what float32 sums in another order come to
+LOSSES = ("loss", "validation_loss", "perplexity", "bits_per_byte")
 _SKIP = ("hardware.sources.",)
 # figures of the table first, then whatever else both have; how they are shown
 _SHOW: dict[str, Callable[[float], str]] = {key: show for key, (_, show) in SHOWN.items()}
@@ -21,8 +25,18 @@ def render(a: Run, b: Run) -> str:
 
 
 def _align(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    """Columns; what has a longer value than WIDEST stands below them, folded."""
+    short = [row for row in rows if max(map(len, row[1:])) <= WIDEST]
+    widths = [max(map(len, column)) for column in zip(*short, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in short]
+    for row in rows:
+        if row not in short:
+            lines.append(row[0])
+            for side, value in zip("AB", row[1:3], strict=True):
+                if not value:
+                    continue
+                lines.append(textwrap.fill(value, 110, initial_indent=f"  {side}  ", subsequent_indent=" " * 5))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _configuration(a: Run, b: Run) -> str:
@@ -47,6 +61,8 @@ def _figures(a: Run, b: Run) -> str:
         ratio = (
             "" if None in numbers or not numbers[0] or key.startswith("error.") else f"{numbers[1] / numbers[0]:.3f}"
         )
+        if key.rpartition(".")[2] in LOSSES and None not in numbers and (gap := _relative(*numbers)) < ROUNDING:
+            ratio = f"rounding ({gap:.1g})"
         rows.append([key, _shown(key, one), _shown(key, other), ratio])
     return _align(rows) if len(rows) > 1 else "figures: the same"
 
@@ -71,11 +87,24 @@ def _loss(a: Run, b: Run) -> str:
     differ = [step for step in both if gaps[step] > 0]
     if not differ:
         return f"loss: the same bit for bit at all {len(both)} steps compared, up to step {both[-1]}"
-    worst = max(both, key=gaps.__getitem__)
+    relative = {step: _relative(losses[0][step], losses[1][step]) for step in differ}
+    beyond = [step for step in differ if relative[step] >= ROUNDING]
+    if not beyond:
+        worst = max(differ, key=relative.__getitem__)
+        return (
+            f"loss: the same but for rounding at all {len(both)} steps compared; "
+            f"the largest difference is {relative[worst]:.1g} of it, at step {worst}"
+        )
+    worst, rounded = max(both, key=gaps.__getitem__), len(differ) - len(beyond)
     return (
-        f"loss: {len(differ)} of {len(both)} steps compared differ, the first is step {differ[0]} "
-        f"(by {gaps[differ[0]]:.3g}); the largest difference is {gaps[worst]:.3g} at step {worst}"
+        f"loss: {len(beyond)} of {len(both)} steps compared differ, the first is step {beyond[0]} "
+        f"(by {gaps[beyond[0]]:.3g}); the largest difference is {gaps[worst]:.3g} at step {worst}"
+        + (f"; {rounded} more by rounding" if rounded else "")
     )
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
 
 
 def _timelines(a: Run, b: Run) -> str:

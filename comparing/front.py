@@ -12,6 +12,7 @@ from comparing import diff, page, study, table
 from comparing.runs import Run, find, is_run, read, read_all
 
 EXIT_OK, EXIT_BAD_INPUT = 0, 2
+SELECTION = "selection"  # folder for the comparison of some of an experiment's runs
 
 
 def main(arguments: Sequence[str], description: str) -> int:
@@ -40,7 +41,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--sort", metavar="KEY", help="by a config key or figure, smallest first")
     parser.add_argument("--reverse", action="store_true", help="largest first")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where results.csv and compare.html go")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER",
+        help="where results.csv and compare.html go (beside the runs; for some of them, in selection/)",
+    )  # fmt: skip
     parser.add_argument("--no-page", action="store_true", help="the table only; writes nothing")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help="what differs between two runs")
     return parser
@@ -63,19 +67,29 @@ def _main(typed: argparse.Namespace) -> int:
     print(tables(runs))
     if not typed.no_page:
         print()
-        for path in write(runs, typed.output or _output(typed.folders), ", ".join(map(str, typed.folders))):
+        title = ", ".join([*map(str, typed.folders), *typed.where])
+        for path in write(runs, typed.output or _output(typed.folders, runs), title):
             print(path)
     return EXIT_OK
 
 
-def _output(folders: Sequence[Path]) -> Path:
-    """The folder that holds all that was given: experiments/NAME for itself and for runs in it."""
+def _output(folders: Sequence[Path], runs: Sequence[Run]) -> Path:
+    """The folder that holds all that was given: experiments/NAME for itself and for runs in it. Where it may hold other
+    runs too, SELECTION in it, and a line says so: the comparison of all is not overwritten by one of some."""
     holders = list(dict.fromkeys(folder.parent if is_run(folder) else folder for folder in folders))
-    common = Path(os.path.commonpath([holder.resolve() for holder in holders]))
-    if len(holders) == 1 or common == Path(common.anchor):
-        return holders[0]
-    here = Path.cwd()
-    return common.relative_to(here) if common.is_relative_to(here) else common
+    places = [holder.resolve() for holder in holders]
+    common = Path(os.path.commonpath(places))
+    if common in places:
+        holder = holders[places.index(common)]
+        if {path.resolve() for path in find([holder])} <= {run.path.resolve() for run in runs}:
+            return holder
+    elif common == Path(common.anchor):
+        holder = holders[0]
+    else:
+        holder = common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
+    told = f"not all runs of {holder}: written to {holder / SELECTION}, its own comparison stays as it is"
+    print(f"{told} (--output FOLDER writes elsewhere)")
+    return holder / SELECTION
 
 
 def write(runs: Sequence[Run], folder: Path, title: str) -> list[Path]:

@@ -31,8 +31,9 @@ class Section:
 def render(runs: Sequence[Run], title: str) -> str:
     """The page's HTML. Needs plotly for its script: ImportError says so."""
     sections = [_table(runs)]
+    trained = [run for run in runs if not run.evaluates]
     for make in panels.PANELS:
-        found = make(runs)
+        found = make(trained)
         if found is not None:
             sections.append(Section(*found))
     counts = Counter(run.status for run in runs)
@@ -66,7 +67,7 @@ def plotly_script() -> str:
 def _table(runs: Sequence[Run]) -> Section:
     """All runs with what differs, sortable; then why some did not end well."""
     keys = differing(runs)
-    names = short_names(keys)
+    names = short_names(keys, [run.config for run in runs])
     figures = [key for key in SHOWN if any(key in run.figures for run in runs)]
     head = [*(names[key] for key in keys), "status", *(SHOWN[key][0] for key in figures), "run"]
     rows = []

@@ -45,6 +45,11 @@ class Run:
         return self.path.name
 
     @property
+    def evaluates(self) -> bool:
+        """A run of `train.py evaluate=RUN`: it trained nothing, its figures are `evaluation.…`."""
+        return self.config.get("evaluate") is not None or isinstance(self.result.get("evaluation"), dict)
+
+    @property
     def ended_well(self) -> bool:
         return self.status in ENDED_WELL and (number(self.figures.get("tokens_per_s")) or 0) > 0
 
@@ -52,6 +57,11 @@ class Run:
     def figures(self) -> dict[str, Any]:
         """What tables and plots show, by result.json's names; lists as their largest entry; errors as "error.NAME"."""
         found = {key: value for key, value in self.result.items() if isinstance(value, (int, float, str))}
+        if self.evaluates:  # what a plan predicts is a step of training
+            found.pop("steps", None)
+            held_out = _dict(self.result.get("evaluation")).items()
+            found |= {f"evaluation.{key}": value for key, value in held_out if isinstance(value, (int, float, str))}
+            return found | {"evaluation.run": _last_part(found.get("evaluation.run") or self.config.get("evaluate"))}
         for key, one in LISTS.items():
             values = [value for value in map(number, _list(self.result.get(key))) if value is not None]
             if values:
@@ -70,10 +80,12 @@ class Run:
         return {key: value for key, value in found.items() if value is not None}
 
     def micro_batch(self) -> int | None:
-        """Sequences of one micro-batch, on one replica."""
+        """Sequences of one micro-batch, on one replica; None where nothing was trained."""
         batch, chunks = (self.config.get(key) for key in ("train.global_batch", "parallel.chunks"))
         accumulate, data = (self.config.get(key, 1) for key in ("train.accumulate", "parallel.data"))
-        if not all(isinstance(value, int) and value > 0 for value in (batch, chunks, accumulate, data)):
+        if self.evaluates or not all(
+            isinstance(value, int) and value > 0 for value in (batch, chunks, accumulate, data)
+        ):
             return None
         size, rest = divmod(batch, accumulate * chunks * data)
         return size if size and not rest else None
@@ -109,6 +121,10 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if value == value and abs(value) != float("inf") else None
+
+
+def _last_part(folder: Any) -> str:
+    return Path(str(folder)).name
 
 
 def _list(value: Any) -> list:
@@ -239,7 +255,7 @@ def _config(path: Path) -> tuple[dict[str, Any], str]:
     """The flat configuration, and what is missing."""
     values, flaw = _json(path / "resolved.json")
     if values is not None:
-        return dict(_flat(values)), ""
+        return _of_what_ran(dict(_flat(values))), ""
     composed = _yaml(path / ".hydra" / "config.yaml")
     if not isinstance(composed, dict):
         return {}, f"resolved.json {flaw}" if flaw else "no configuration"
@@ -247,7 +263,16 @@ def _config(path: Path) -> tuple[dict[str, Any], str]:
     known = {key: value for key, value in _flat(composed) if value is not None}
     if known.get("hardware.name") == "auto":
         known = {key: value for key, value in known.items() if not key.startswith("hardware.")}
-    return known, ""
+    return _of_what_ran(known), ""
+
+
+def _of_what_ran(config: dict[str, Any]) -> dict[str, Any]:
+    """`evaluate` as the name of the run evaluated, and only of runs that do; these have no number of steps."""
+    evaluated = config.pop("evaluate", None)
+    if evaluated is None:
+        return config
+    config.pop("train.steps", None)
+    return config | {"evaluate": _last_part(evaluated)}
 
 
 def _flat(values: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -300,6 +325,8 @@ def _alive(path: Path, run: Run, locked: set[str]) -> tuple[str, str]:
     total = run.config.get("train.steps")
     done = run.steps[-1]["step"] if run.steps else 0
     progress = f"{done} of {total} steps" if total else f"{done} steps"
+    if run.evaluates:
+        progress = f"evaluation of {run.config['evaluate']}"
     try:
         status = (path / "logs" / "lock").stat()
         if f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}" in locked:

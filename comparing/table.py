@@ -7,7 +7,8 @@ import difflib
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from comparing.runs import Run, number
@@ -21,6 +22,9 @@ NO_COLUMN = re.compile(
 SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", lambda v: f"{v:.4f}"),
     "validation_loss": ("val. loss", lambda v: f"{v:.4f}"),
+    "evaluation.loss": ("held-out loss", lambda v: f"{v:.4f}"),
+    "evaluation.perplexity": ("perplexity", lambda v: f"{v:,.4f}" if v < 1e6 else f"{v:.4g}"),
+    "evaluation.bits_per_byte": ("bits/byte", lambda v: f"{v:.4f}"),
     "tokens_per_s": ("tokens/s", lambda v: f"{v:,.0f}"),
     "step_time_s": ("step time", lambda v: f"{v:.3f} s" if v < 100 else f"{v:.1f} s"),
     "mfu": ("mfu", lambda v: f"{v:.3f}"),
@@ -30,6 +34,7 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "cost_usd": ("cost", lambda v: f"${v:,.2f}"),
     "error.step_time_s": ("predicted", lambda v: f"{v:+.1%}"),
 }
+VAGUE = ("enabled", "path", "kind", "name")  # last parts of keys that say nothing without their group
 _OPERATORS = ("!=", "<=", ">=", "=", "<", ">")
 
 
@@ -72,10 +77,21 @@ def follows(runs: Sequence[Run], key: str, name: str) -> bool:
     return all(len(found) == 1 for found in values.values())
 
 
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Keys by their last part, where that is clear: {"parallel.stages": "stages"}."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return {key: short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)}
+def short_names(keys: Sequence[str], configs: Iterable[Mapping[str, Any]] = ()) -> dict[str, str]:
+    """Keys by their last part, where it is not VAGUE and no other key of these configurations ends so:
+    {"parallel.stages": "stages", "emulate.enabled": "emulate.enabled"}.
+
+    The layout's keep it ("schedule", not "parallel.schedule") unless another of `keys` ends so too: they are what is
+    compared.
+    """
+    known = Counter(key.rpartition(".")[2] for key in dict.fromkeys(key for config in configs for key in config))
+    shown = Counter(key.rpartition(".")[2] for key in keys)
+    names = {}
+    for key in keys:
+        group, _, last = key.rpartition(".")
+        clear = last not in VAGUE and (known[last] <= 1 or group == "parallel")
+        names[key] = last if clear and shown[last] == 1 else key
+    return names
 
 
 def value_of(run: Run, key: str) -> Any:
@@ -98,8 +114,20 @@ def find_key(runs: Sequence[Run], typed: str) -> str:
     by_end = [key for key in keys if key.rpartition(".")[2] == typed]
     if len(by_end) == 1:
         return by_end[0]
-    close = by_end or difflib.get_close_matches(typed, keys, 3) or list(SHOWN)
-    raise ValueError(f"{typed} is no configuration key and no figure of these runs; did you mean {', '.join(close)}?")
+    close = by_end or _close(typed, keys)
+    known = "the keys are those of a run's resolved.json (parallel.chunks, or chunks) and result.json"
+    advice = f"did you mean {', '.join(close)}?" if close else known
+    raise ValueError(f"{typed} is no configuration key and no figure of these runs; {advice}")
+
+
+def _close(typed: str, keys: Sequence[str]) -> list[str]:
+    """Up to three keys that are spelt like this, whole or by their last part."""
+    spelt: dict[str, list[str]] = {}
+    for key in keys:
+        for name in {key, key.rpartition(".")[2]}:
+            spelt.setdefault(name, []).append(key)
+    names = difflib.get_close_matches(typed, list(spelt), 3, cutoff=0.7)
+    return list(dict.fromkeys(key for name in names for key in spelt[name]))[:3]
 
 
 def text_of(value: Any) -> str:
@@ -127,10 +155,18 @@ def where(runs: Sequence[Run], conditions: Sequence[str]) -> list[Run]:
         key = find_key(runs, key.strip())
         left = [run for run in kept if _meets(value_of(run, key), operator, wanted.strip(), condition)]
         if not left:
-            values = sorted({text_of(value_of(run, key)) for run in kept})
-            raise ValueError(f"--where {condition} leaves no run; {key} is {', '.join(values[:10])}")
+            ordered = sorted((value_of(run, key) for run in kept), key=_order)
+            values = list(dict.fromkeys(map(text_of, ordered)))
+            more = ", …" if len(values) > 10 else ""
+            raise ValueError(f"--where {condition} leaves no run; {key} is {', '.join(values[:10])}{more}")
         kept = left
     return kept
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Numbers by their size, then all else by its text."""
+    size = number(value)
+    return size is None, size or 0.0, text_of(value)
 
 
 def _meets(value: Any, operator: str, wanted: str, condition: str) -> bool:
@@ -171,7 +207,7 @@ def sort(runs: Sequence[Run], key: str, reverse: bool = False) -> list[Run]:
 def render(runs: Sequence[Run], extra: dict[str, Sequence[str]] | None = None) -> str:
     """A line a run: the differing config values, status, figures, the folder's name. extra: heading -> cells, first."""
     keys = differing(runs)
-    names = short_names(keys)
+    names = short_names(keys, [run.config for run in runs])
     columns = [[heading, *cells] for heading, cells in (extra or {}).items()]
     columns += [[names[key], *(text_of(r.config[key]) if key in r.config else "" for r in runs)] for key in keys]
     columns.append(["status", *(show_status(run) for run in runs)])
@@ -236,7 +272,8 @@ ALWAYS = (
 def csv_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """results.csv: a row a run: folder, status, note, config (differing keys and ALWAYS), figures, figures a rank."""
     keys = list(dict.fromkeys([*differing(runs), *ALWAYS]))
-    figures = list(dict.fromkeys([*SHOWN, *(key for run in runs for key in run.figures)]))
+    had = dict.fromkeys(key for run in runs for key in run.figures)
+    figures = list(dict.fromkeys([*(key for key in SHOWN if key in had or not key.startswith("evaluation.")), *had]))
     rows = []
     for run in runs:
         row = {"run": run.name, "folder": run.path.as_posix(), "status": run.status, "note": run.note}

@@ -119,7 +119,75 @@ def test_hundreds_of_long_runs_take_seconds(tmp_path):
     assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 10, "of processor time: others may run"
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_comparison_of_some_runs_does_not_overwrite_that_of_all(tmp_path):
+    for chunks in (4, 8, 16):
+        run_folders.write_run(tmp_path / "exp" / f"chunks_{chunks}", chunks=chunks)
+    assert compare("exp", cwd=tmp_path).returncode == 0
+    whole = files(tmp_path / "exp")
+    for words, names in [
+        (["exp/chunks_8"], {"chunks_8"}),
+        (["exp", "--where", "chunks>=8"], {"chunks_8", "chunks_16"}),
+    ]:
+        done = compare(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert files(tmp_path / "exp") == whole
+        assert "not all runs of exp: written to exp/selection" in done.stdout
+        assert "exp/selection/compare.html" in done.stdout.splitlines()
+        assert {row["run"] for row in rows(tmp_path / "exp" / "selection" / "results.csv")} == names
+    done = compare("exp", "--where", "chunks=8", "--output", "exp", cwd=tmp_path)
+    assert [row["run"] for row in rows(tmp_path / "exp" / "results.csv")] == ["chunks_8"], "where it was asked to"
+    done = compare("exp", "--where", "chunks>0", cwd=tmp_path)
+    assert "selection" not in done.stdout and len(rows(tmp_path / "exp" / "results.csv")) == 3, "all meet it"
+
+
+def test_an_unknown_key_names_only_what_is_spelt_like_it_and_values_are_in_order(tmp_path):
+    for chunks in (1, 16, 8):
+        run_folders.write_run(tmp_path / f"chunks_{chunks}", schedule="gpipe", chunks=chunks)
+    unknown = compare(tmp_path, "--where", "nonsense>=4", cwd=tmp_path).stderr
+    assert "nonsense is no configuration key and no figure" in unknown and "resolved.json" in unknown
+    assert "did you mean" not in unknown
+    assert compare(tmp_path, "--where", "chunk>=4", cwd=tmp_path).stderr.endswith("did you mean parallel.chunks?\n")
+    assert compare(tmp_path, "--where", "chunks=3", cwd=tmp_path).stderr.endswith("parallel.chunks is 1, 8, 16\n")
+
+
+def test_headings_have_the_group_where_the_last_word_does_not_say_it(tmp_path):
+    for number, path in enumerate(("a.txt", "b.txt")):
+        emulate = run_folders.config()["emulate"] | {"enabled": bool(number)}
+        layout = {"stages": 2 + number, "data__path": path}
+        run_folders.write_run(tmp_path / str(number), emulate=emulate, **layout)
+    header = compare(tmp_path, "--no-page", cwd=tmp_path).stdout.splitlines()[0].split()
+    assert {"stages", "data.path", "emulate.enabled"} <= set(header) and not {"path", "enabled"} & set(header)
+
+
 # --- runs in every state ---
+
+
+def test_a_run_that_evaluates_shows_its_held_out_figures_and_none_of_training(tmp_path):
+    trained = run_folders.write_run(tmp_path / "trained", stages=4)
+    for name, loss in (("low", 1.5), ("high", 2.5)):
+        held_out = {"run": "/somewhere/else/trained", "checkpoint": "step_000040", "data": "text", "loss": loss}
+        held_out |= {"perplexity": 2.718281828**loss, "tokens": 1619, "bits_per_byte": loss / 0.6931}
+        folder = run_folders.write_run(tmp_path / name, stages=4, evaluate="/somewhere/else/trained")
+        result = {"status": "completed", "steps": 0, "evaluation": held_out, "seconds": 0.6}
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "metrics.jsonl").unlink()
+    done = compare(tmp_path, "--sort", "perplexity", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header, *lines = done.stdout.split("\n\n")[0].splitlines()
+    assert [line.split()[-1] for line in lines] == ["low", "high", "trained"]
+    assert "held-out loss" in header and "evaluate" not in header and "/somewhere" not in done.stdout
+    assert lines[0].split() == ["completed", "1.5000", "4.4817", "2.1642", "low"], "no ideal bubble, no tokens/s"
+    found = {row["run"]: row for row in rows(tmp_path / "results.csv")}
+    assert float(found["high"]["evaluation.loss"]) == 2.5 and found["high"]["evaluation.run"] == "trained"
+    assert found["high"]["steps"] == found["high"]["bubble_fraction_ideal"] == found["trained"]["evaluation.loss"] == ""
+    assert found["trained"]["bubble_fraction_ideal"] and "/somewhere" not in (tmp_path / "results.csv").read_text()
+    kept = compare(tmp_path, "--where", "evaluation.loss<2", "--no-page", cwd=tmp_path).stdout
+    assert kept.splitlines()[1].split()[-1] == "low" and len(kept.splitlines()) == 2
+    assert "held-out" not in compare(trained, "--no-page", cwd=tmp_path).stdout
 
 
 def states(folder: Path) -> dict[str, reading.Run]:
@@ -271,6 +339,27 @@ def test_the_micro_batch_table_with_the_rule(tmp_path):
 
 
 # --- two runs ---
+
+
+def test_two_runs_with_rounding_and_a_long_sentence(tmp_path):
+    note = "the figures of a rank are those of a pipeline " * 6
+    a = run_folders.write_run(tmp_path / "a", result={"bubble_note": note, "loss": 2.05})
+    b = run_folders.write_run(tmp_path / "b", result={"loss": 2.05 * (1 + 1e-7)})
+    lines = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
+    lines[6]["loss"] *= 1 + 1e-7
+    (b / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = compare("--diff", a, b, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table_lines = done.stdout.split("\n\n", 1)[1].splitlines()
+    assert max(map(len, table_lines)) <= 120 and " ".join(note.split()) in " ".join(done.stdout.split())
+    assert any(line.startswith("loss ") and line.endswith("rounding (1e-07)") for line in table_lines)
+    assert "loss: the same but for rounding at all 40 steps compared" in done.stdout and "at step 7" in done.stdout
+    lines[9]["loss"] += 0.25
+    (b / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = compare("--diff", a, b, cwd=tmp_path).stdout
+    assert (
+        "loss: 1 of 40 steps compared differ, the first is step 10 (by 0.25)" in said and "1 more by rounding" in said
+    )
 
 
 def test_what_differs_between_two_runs(tmp_path):
