@@ -2,12 +2,13 @@
 
 import json
 import resource
+import signal
 import statistics
 import time
 
 import pytest
 import torch
-from commands import TRAIN, processes_in, run
+from commands import TRAIN, processes_in, run, start, wait_for
 from composing import resolved
 
 from conf.check import check
@@ -20,8 +21,10 @@ from planning.durations import durations
 from planning.stack import get_stack
 from planning.step import step_time
 from ranks import run_ranks
+from training.command import EXIT_STOPPED
 from training.emulate import hardware, scaled
 from training.record import read_result
+from training.watch import read
 
 # --- the engine ---
 
@@ -189,6 +192,43 @@ def test_sixteen_ranks_of_gpt3_start_in_the_time_of_one_import(cwd):
     assert done.returncode == 0, done.stderr
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < 25, "of both cores: 15 s of waiting for the ranks would be 30"
+
+
+ENDLESS = [*SHORT, "model=gpt_tiny", "parallel.stages=3", "emulate.time_scale=1e6"]  # hours in a step
+
+
+def test_the_time_limit_ends_a_run_in_the_middle_of_a_step(cwd):
+    done = run(*TRAIN, *ENDLESS, "train.max_minutes=0.02", cwd=cwd, timeout=30)
+    assert done.returncode == 0, done.stderr
+    (warning,) = [line for line in done.stderr.splitlines() if "planned to take" in line]
+    assert warning.startswith("warning: ") and "train.max_minutes=0.02" in warning
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("time ")]
+    (run_dir,) = (cwd / "experiments" / "runs").iterdir()
+    step_s = json.loads((run_dir / "plan.json").read_text())["predicted"]["step_time_s"]
+    told = float(line.split()[1].replace(",", ""))
+    assert told == pytest.approx(2 * step_s * 1e6, rel=0.01) and told > 3600 and line.split()[2] == "s"
+    result = read_result(run_dir)
+    assert (result["status"], result["reason"], result["steps"]) == ("stopped", "max_minutes", 0)
+    assert result["emulated"] is True and "step_time_s" not in result  # a step that was cut is none
+
+
+def test_a_signal_ends_a_run_in_the_middle_of_a_step(cwd):
+    process = start(*TRAIN, *ENDLESS, cwd=cwd)
+    wait_for(lambda: any("1F0" in state or "is in 0F0" in state for state in states(cwd)))
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=8)
+    assert process.returncode == EXIT_STOPPED, errors
+    assert "stopped (emulated)" in output and "planned to take" not in errors
+    (run_dir,) = (cwd / "experiments" / "runs").iterdir()
+    result = read_result(run_dir)
+    assert (result["status"], result["reason"], result["steps"]) == ("stopped", "signal", 0)
+
+
+def states(cwd) -> list[str]:
+    """What each rank of the one run is doing."""
+    folders = list((cwd / "experiments").glob("runs/*"))
+    found = [read(folder, rank) for folder in folders for rank in range(3)]
+    return [str(state) for state in found if state is not None]
 
 
 # --- bad input ---

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import resuming
 import torch
-from commands import SMALL, TRAIN, run
+from commands import SMALL, TRAIN, run, start, wait_for
 
 import cases
 import models
@@ -21,6 +22,7 @@ from conf.schema import RootConfig, from_dict
 from models.loss import IGNORED
 from ranks import run_ranks
 from training import shards
+from training.command import EXIT_STOPPED
 from training.data import Corpus
 from training.held_out import HeldOut, evaluate
 from training.loop import Trainer
@@ -40,8 +42,8 @@ def independent_loss(config: RootConfig, state: dict[str, torch.Tensor], tokens:
             source = "embedding.token.weight" if full == "head.weight" and config.model.tied else full
             parameter.data.copy_(state[source])
     total, count, T = 0.0, 0, config.train.sequence
-    for start in range(0, len(tokens) - 1, T):
-        piece = torch.from_numpy(tokens[start : start + T + 1].astype(np.int64))
+    for first in range(0, len(tokens) - 1, T):
+        piece = torch.from_numpy(tokens[first : first + T + 1].astype(np.int64))
         x = piece[None, :-1]
         with torch.no_grad():
             for _, module in layers:
@@ -143,6 +145,27 @@ def test_refused_in_one_line_before_any_rank_starts(typed, told, cwd):
     assert line.startswith(f"train.py: {told}")
     left = {path: facts for path, facts in contents(cwd).items() if "/.cache/" not in path}  # synthetic tokens
     assert left == {path: facts for path, facts in before.items() if "/.cache/" not in path}
+
+
+def test_ids_of_another_tokenizer_are_refused_with_what_can_be_done(cwd):
+    (np.arange(500, dtype=np.uint16) % 256).tofile(cwd / "ids.bin")
+    typed = ["data=tokens", "data.path=ids.bin", "data.dtype=uint16", "data.vocabulary=256"]
+    done = run(*TRAIN, "evaluate=experiments/try/trained", *typed, cwd=cwd)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "another tokenizer" in done.stderr and "set data.tokenizer" not in done.stderr
+    assert "give text, or ids made with byte" in done.stderr and '"tokenizer" in ids.json' in done.stderr
+    (cwd / "ids.json").write_text('{"tokenizer": "byte"}')  # as the message says
+    assert evaluated(cwd, *typed)[1]["tokens"] > 0
+
+
+def test_a_stopped_evaluation_points_at_no_curves(cwd):
+    typed = ["evaluate=experiments/try/trained", "hydra.run.dir=experiments/stopped"]
+    process = start(*TRAIN, *typed, cwd=cwd)
+    wait_for((cwd / "experiments/stopped/logs/rank_0.log").exists)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_STOPPED, errors
+    assert "stopped: experiments/stopped" in output and "tensorboard" not in output
 
 
 # --- in every layout ---

@@ -4,9 +4,11 @@
     metrics.jsonl, result.json, TensorBoard ◄── in seconds of the emulated hardware, marked `emulated`
 
 There are no parameters, so nothing is learned, validated, updated or saved; no data are read. Memory is not measured:
-it is under `predicted` only. Where this machine came later to an action's end than `CREDIT_S`, the figures suffer:
-`emulation_lateness_s` (the worst of the run, seconds of this machine) says by how much. `start_up_s`: from when the
-folder was written until all ranks had connected, seconds of this machine.
+it is under `predicted` only. A stop request or train.max_minutes cuts the step that it comes in: its waits end, its
+messages are still exchanged, and it counts for nothing.
+Where this machine came later to an action's end than `CREDIT_S`, the figures suffer: `emulation_lateness_s` (the worst
+of the run, seconds of this machine) says by how much. `start_up_s`: from when the folder was written until all ranks
+had connected, seconds of this machine.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from training.loop import Outcome, Trainer, train
 from training.outcome import read_plan
 from training.ranks import Ranks
 from training.record import Recorder
+
+LONG_S = 1.0  # of this machine: a wait at a step's end that can be cut
 
 
 def run(config: RootConfig, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) -> None:
@@ -93,12 +97,14 @@ class EmulatedTrainer(Trainer):
     """Steps that only take time."""
 
     planned: Durations
+    may_be_cut: bool = True
 
     def __post_init__(self) -> None:
         config, ranks, parallel = self.config, self.ranks, self.config.parallel
         schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
         self.engine = EmulatedEngine(schedule, hardware(config, self.planned), rank=ranks.rank)
         self.engine.clock.board = ranks.board
+        self.engine.accelerator.interrupted = self._is_interrupted
         self.watch = Watch(config, ranks)
         self.tokens_per_step = config.train.global_batch * config.train.sequence
         self.flops_per_step = self.tokens_per_step * model_flops_per_token(config.model, config.train.sequence)
@@ -109,24 +115,38 @@ class EmulatedTrainer(Trainer):
 
     def step(self, step: int) -> Outcome:
         accelerator, clock, scale = self.engine.accelerator, self.engine.clock, self.config.emulate.time_scale
+        # past the reduction a wait is cut only where it is so long that another reduction is nothing beside it
+        ends_long = (self.planned.reduction_s + self.planned.optimizer_s) * scale > LONG_S
+        self.may_be_cut = True
         for _ in range(self.config.train.accumulate):
             self.engine.flush()
         with clock.span(REDUCE, "the step's figures"):
-            stop, out_of_time, free = self._agree_with(accelerator.free)
-            accelerator.free = free
+            stop, out_of_time, cut, accelerator.free = self._agree()
+            accelerator.cut, self.may_be_cut = cut, ends_long
             accelerator.spend(self.planned.reduction_s * scale)
         with clock.span(OPTIMIZER, OPTIMIZER):
             accelerator.spend(self.planned.optimizer_s * scale)
+        if ends_long:
+            stop, out_of_time, cut, _ = self._agree()
         accelerator.end()
-        return Outcome(None, None, None, stop, out_of_time, [])
+        return Outcome(None, None, None, stop, out_of_time, [], cut=cut)
 
-    def _agree_with(self, free: float) -> tuple[bool, bool, float]:
-        """One reduction a step: stop requests, rank 0's clock, when the last accelerator is free."""
-        limit, ranks = self.config.train.max_minutes, self.ranks
-        out_of_time = ranks.rank == 0 and bool(limit) and time.monotonic() - self.started > 60 * limit
-        times = [free if rank == ranks.rank else 0.0 for rank in range(ranks.world)]
-        stop, out, *times = ranks.sum([float(self.stop_requested()), float(out_of_time), *times])
-        return stop > 0, out > 0, max(times)
+    def _agree(self) -> tuple[bool, bool, bool, float]:
+        """One reduction: stop requests, whether time is over (by rank 0's clock, or one that cut a wait), whether waits
+        were cut, when the last accelerator is free."""
+        accelerator, ranks = self.engine.accelerator, self.ranks
+        out_of_time = (ranks.rank == 0 or accelerator.cut) and self._is_out_of_time()
+        times = [accelerator.free if rank == ranks.rank else 0.0 for rank in range(ranks.world)]
+        flags = [float(flag) for flag in (self.stop_requested(), out_of_time, accelerator.cut)]
+        stop, out, cut, *times = ranks.sum([*flags, *times])
+        return stop > 0, out > 0, cut > 0, max(times)
+
+    def _is_interrupted(self) -> bool:
+        return self.may_be_cut and (self.stop_requested() or self._is_out_of_time())
+
+    def _is_out_of_time(self) -> bool:
+        limit = self.config.train.max_minutes
+        return bool(limit) and time.monotonic() - self.started > 60 * limit
 
     def validate(self) -> None:
         return None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from conf.check_data import sidecar_path
 from conf.schema import RootConfig
 from pipeline.partition import Certificate
 from training import resume
@@ -65,7 +66,7 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
         if getattr(corpus, key) != saved[key]:
             raise ValueError(
                 f"the data have another {key} than the run was trained with: {corpus.description} ({key} "
-                f"{getattr(corpus, key)}), it had {saved['description']} ({saved[key]}){_remedy(found)}"
+                f"{getattr(corpus, key)}), it had {saved['description']} ({saved[key]}){_remedy(config, found)}"
             )
     resume.check_parameters(config, found.facts)
     model, before = asdict(config.model), found.facts["config"]["model"]
@@ -79,9 +80,17 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
         )
 
 
-def _remedy(found: Found) -> str:
-    """Which data.tokenizer to type, where the run's own is still to be had; empty where it is not known."""
+def _remedy(config: RootConfig, found: Found) -> str:
+    """Which data.tokenizer to type, where the run's own is still to be had and text is read; else what data to take.
+    Empty where nothing is known to help."""
     data, identity = found.facts["config"]["data"], found.facts["corpus"]["tokenizer"]
+    if config.data.source == "tokens":
+        return (
+            f": stored ids stay what they are, whatever data.tokenizer says: give text, or ids made with {identity} "
+            f'(as "tokenizer" in {sidecar_path(config.data.path).name} beside them)'
+        )
+    if config.data.source == "synthetic":
+        return ": synthetic data are no text and have no tokenizer: give data that the run's tokenizer can read"
     if data["tokenizer"] != "bpe":
         return "" if data["source"] == "synthetic" else f": set data.tokenizer={data['tokenizer']}"
     for stamp in sorted(Path(data["cache"], "tokenizers").glob("*/sha256")):  # a BPE that was trained for the run

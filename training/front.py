@@ -31,6 +31,7 @@ from pipeline.profile import Profile
 from planning.balance import resolved_balance
 from planning.calibrate import calibrated
 from planning.durations import durations
+from planning.report import duration
 from training import announce, evaluate, join, measure, outcome, resume, spent, sweep
 from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
 from training.data import Corpus, prepare
@@ -78,7 +79,7 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
         else:
             _train(config, job, plan, found)
         sweep.add(job, jobs)
-    _say_end(job, jobs)
+    _say_end(job, jobs, trained=config.evaluate is None)
     if in_sweep and job.interrupted and not sweep.elsewhere():
         raise KeyboardInterrupt
 
@@ -318,20 +319,40 @@ def follow(rank: int) -> int:
 
 
 def _say(plan: Plan) -> None:
-    for warning in plan.warnings:
+    clock, too_long = _wall_clock(plan)
+    for warning in plan.warnings + too_long:
         print(f"warning: {warning}", file=sys.stderr)
     if plan.profile is not None:
         print(plan.profile.table() + "\n")
     print(announce.describe_run(plan.config, plan.corpus, plan.memory))
     if len(plan.split.balance) > 1:
         print(announce.split_line(plan.split))
+    if clock:
+        print(clock)
     chosen = announce.chosen_values(plan.composed, plan.config)
     if chosen:
         indent = " " * len("chosen     ")
         print("chosen     " + textwrap.fill(" ".join(chosen), 100, subsequent_indent=indent, break_on_hyphens=False))
 
 
-def _say_end(job: Job, jobs: list[Job]) -> None:
+def _wall_clock(plan: Plan) -> tuple[str, list[str]]:
+    """How long an emulated run will take on this machine, by its planned step, and a warning where it is too long."""
+    if not plan.config.emulate.enabled or "predicted" not in plan.prediction:
+        return "", []
+    train, scale = plan.config.train, plan.config.emulate.time_scale
+    step_s = plan.prediction["predicted"]["step_time_s"]
+    here_s = train.steps * step_s * scale
+    planned = f"{duration(here_s)} by this machine's clock: {train.steps:,} x {duration(step_s)} x time_scale={scale:g}"
+    if not train.max_minutes or here_s <= 60 * train.max_minutes:
+        return f"time       {planned}", []
+    warning = (
+        f"the run is planned to take {planned}, and train.max_minutes={train.max_minutes:g} ends it before: lower "
+        "emulate.time_scale or train.steps, or set train.max_minutes=0"
+    )
+    return f"time       {planned}", [warning]
+
+
+def _say_end(job: Job, jobs: list[Job], trained: bool) -> None:
     result = job.result
     if job.number is None and (comparison := outcome.table(result)):
         print("\n" + comparison)
@@ -339,7 +360,7 @@ def _say_end(job: Job, jobs: list[Job]) -> None:
         print("\n" + went)
     if job.number is None:
         print(f"\n{result['status']}{sweep.mark(result)}: {job.run_dir}{_how_to_go_on(job)}")
-        if "evaluation" not in result:
+        if trained:
             print("look at it: tensorboard --logdir experiments", flush=True)
     else:
         note = f": {result['failure']}" if result["status"] in sweep.BAD else ""

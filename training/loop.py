@@ -42,6 +42,7 @@ class Outcome:
     out_of_time: bool
     memory_bytes: list[int]  # peak of each rank
     skipped: bool = False
+    cut: bool = False  # an emulated step that was ended before its time: it counts for nothing
 
 
 @dataclass
@@ -228,17 +229,18 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
         trainer.engine.clock.begin()
         faults.before_step(config.fault, ranks.rank, done + 1, checkpoints.run_dir)
         outcome = trainer.step(done)
+        reason = "signal" if outcome.stop else "max_minutes" if outcome.out_of_time else None
+        if outcome.cut:
+            break
         seconds = time.perf_counter() - begin
         measured = trainer.engine.clock.end()
         trainer.watch.after_step(measured.timings)
-        done += 1
+        done, skipped = done + 1, skipped + outcome.skipped
         spent = tracer.after_step(done, measured)
-        skipped += outcome.skipped
         if progress is not None:
             recorder.step(_metrics(trainer, done, outcome, seconds, skipped) | spent)
             progress.step(done, outcome.loss, outcome.learning_rate, trainer.tokens_per_step / seconds, seconds)
-        if outcome.stop or outcome.out_of_time:
-            reason = "signal" if outcome.stop else "max_minutes"
+        if reason is not None:
             break
         if _validation_due(config, done):
             validated = _validate(trainer, recorder, progress, done)

@@ -29,6 +29,7 @@ from pipeline.engines.torch_engine import TorchEngine
 from pipeline.engines.torch_runtime import RunnableStage
 
 CREDIT_S = 0.01  # an action counts as begun at most this much before this machine came to it
+LOOK_S = 0.2  # how often a wait looks whether it is to end
 LEAST_JITTERED = 0.1  # part of its duration that an action takes at least
 
 
@@ -66,13 +67,15 @@ class Accelerator(Stamps):
     free: float = 0.0  # when it is done with all that it was given
     ready: float = 0.0  # when the next action's input has arrived
     working: bool = False  # in a step
+    interrupted: Callable[[], bool] = lambda: False  # asked during waits: whether they are to end
+    cut: bool = False  # they were: all that is left of this step takes no time, and its times mean nothing
     flush: int = 0  # how many there were
     lateness_s: float = 0.0  # the longest that this machine came late to the end of an action
     links: dict[int, float] = field(default_factory=dict)  # to rank -> when the link is free
 
     def begin(self) -> None:
         """An optimizer step begins now, whatever was before."""
-        self.working, self.free, self.ready = True, time.perf_counter(), 0.0
+        self.working, self.free, self.ready, self.cut = True, time.perf_counter(), 0.0, False
         self.links.clear()
 
     def end(self) -> None:
@@ -89,14 +92,14 @@ class Accelerator(Stamps):
         self.ready = sent
         if sender != self.rank:
             self.ready += self.hardware.transfer(sender, self.rank) + self.hardware.latency(sender, self.rank)
-        sleep_until(self.ready)
+        self._wait_until(self.ready)
 
     def issue(self) -> None:
         """Waits for the host, which takes its time once input and accelerator are there."""
         host = self.hardware.host(self.rank)
         if host:
             self.ready = max(self.ready, self.free) + host
-            sleep_until(self.ready)
+            self._wait_until(self.ready)
 
     def compute(self, action: Action) -> None:
         """Waits as long as the action takes."""
@@ -106,7 +109,7 @@ class Accelerator(Stamps):
     def spend(self, seconds: float, ready: float = 0.0) -> None:
         """Waits until `seconds` of work that can begin at `ready` are done."""
         self.free = max(self.free, ready, time.perf_counter() - CREDIT_S) + seconds
-        sleep_until(self.free)
+        self._wait_until(self.free)
         self.lateness_s = max(self.lateness_s, time.perf_counter() - self.free)
 
     def send(self, receiver: int) -> float:
@@ -115,11 +118,14 @@ class Accelerator(Stamps):
         self.links[receiver] = sent + self.hardware.transfer(self.rank, receiver)
         return sent
 
-
-def sleep_until(moment: float) -> None:
-    """Of `time.perf_counter`. Sleeps and does not spin: other ranks need the core."""
-    while (left := moment - time.perf_counter()) > 0:
-        time.sleep(left)
+    def _wait_until(self, moment: float) -> None:
+        """Sleeps and does not spin: other ranks need the core. A wait that is cut short leaves the order of actions
+        and messages as it is, so that a rank which still waits gets what it waits for."""
+        while not self.cut and (left := moment - time.perf_counter()) > 0:
+            if self.interrupted():
+                self.cut = True
+                return
+            time.sleep(min(left, LOOK_S))
 
 
 class _Waits(PipelineStage):
