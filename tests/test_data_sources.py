@@ -110,8 +110,14 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path, line, words):
 def test_nothing_but_bad_lines(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("no\njson\n")
-    with pytest.raises(ValueError, match="there is no document"):
-        make(tmp_path, "jsonl", path=path, bad_documents="skip")
+    for field, reason in (
+        ("text", "line 1: no JSON"),
+        ("nothere", "line 1: no field 'nothere' (data.field) among 'a'"),
+    ):
+        with pytest.raises(ValueError, match="all 2 documents .* are bad and skipped") as error:
+            make(tmp_path, "jsonl", path=path, field=field, bad_documents="skip")
+        assert reason in str(error.value) and "\n" not in str(error.value)
+        path.write_text('{"a": "x"}\n{"a": "y"}\n')
 
 
 # ---------------------------------------------------------------------------------------------- stored tokens
@@ -165,7 +171,8 @@ def test_wrong_files_of_tokens_are_refused_in_one_line(tmp_path):
         ),
         ({"vocabulary": 2000}, None, "no a.json beside"),
         ({"dtype": "uint16"}, None, "give data.vocabulary"),
-        (good, {"count": 5000}, "holds 3,001 uint16 ids and"),
+        (good, {"count": 5000}, "a.json says 5,000: the file was cut short, or the type is wrong"),
+        (good, {"count": 1000}, "a.json says 1,000: the file was added to since that was written, or the type is"),
         (good, {"dtype": "uint32"}, "data.dtype=uint16, and"),
         (good, {"vocabulary": 70_000}, "data.vocabulary=2000, and"),
         ({}, {"dtype": "uint16", "vocabulary": 70_000}, "a vocabulary of 70,000 does not fit uint16"),

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands import REPOSITORY, SMALL, TRAIN, processes_in, run, start, wait_for
+from composing import composed, resolved
 
-from training import manifest
+from conf.schema import to_dict
+from training import manifest, resume
 from training.record import read_result
 
 STEPS = 10
@@ -183,6 +185,19 @@ def test_no_room_for_a_checkpoint(cwd):
     done = run(sys.executable, "-c", code, cwd=cwd)
     assert done.returncode == 2 and "has 0 free: make room, or go without checkpoints" in done.stderr
     assert not (cwd / "experiments").exists()
+
+
+@pytest.mark.parametrize("typed, expected", [({"steps": 4}, 4), ({"steps": None, "tokens": 3 * 8 * 16}, 3)])
+def test_a_chosen_warmup_is_no_longer_than_a_run_that_is_shorter_now(typed, expected):
+    facts = {"config": to_dict(resolved(*SMALL, "train.steps=100"))}
+    assert facts["config"]["optimizer"]["warmup_steps"] > 4
+    for warmup, kept in ((None, expected), (7, 7)):  # what was typed stays, for the check to refuse
+        config = composed(*SMALL)
+        config.optimizer.warmup_steps = warmup
+        for key, value in typed.items():
+            setattr(config.train, key, value)
+        resume.keep_chosen(config, ["train.steps=4"], facts)
+        assert config.optimizer.warmup_steps == kept
 
 
 # --- any moment ---

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from commands import FAKE_TRAIN, REPOSITORY, SMALL, TRAIN, processes_in, run, start, wait_for
 
+from training.join import check_world
 from training.record import read_result
 
 
@@ -182,6 +183,12 @@ def test_ctrl_c_before_anything_started_leaves_nothing(cwd):
 
 def torchrun(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def test_another_number_of_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="needs 4 processes and 3 were started.* must be 4 = .*, or change these$"):
+        check_world(4)
 
 
 ONE_MACHINE = torchrun("--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")

@@ -32,7 +32,7 @@ def check_world(num_ranks: int) -> None:
     if world != num_ranks:
         raise ValueError(
             f"this layout needs {num_ranks} processes and {world} were started: torchrun's --nproc-per-node times "
-            f"--nnodes must be {num_ranks} = parallel.stages x parallel.data x parallel.tensor, or set these"
+            f"--nnodes must be {num_ranks} = parallel.stages x parallel.data x parallel.tensor, or change these"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -110,7 +111,11 @@ def _replaced(override: str, keys: Sequence[str]) -> bool:
 
 
 def keep_chosen(composed: RootConfig, overrides: Sequence[str], facts: dict) -> None:
-    """Fill what is still open in `composed` with what had been chosen for the saved run; `overrides` as typed."""
+    """Fill what is still open in `composed` with what had been chosen for the saved run; `overrides` as typed.
+
+    A warm-up that nobody typed is made no longer than the run, which may be a shorter one now.
+    """
+    warmup_is_open = composed.optimizer.warmup_steps is None
     chosen = {group: list(keys) for group, keys in KEPT.items()}
     if composed.train.tokens is None:
         chosen["train"].append("steps")
@@ -120,6 +125,14 @@ def keep_chosen(composed: RootConfig, overrides: Sequence[str], facts: dict) -> 
         for key in keys:
             if getattr(getattr(composed, group), key) is None:
                 setattr(getattr(composed, group), key, facts["config"][group][key])
+    if warmup_is_open and composed.optimizer.warmup_steps:
+        composed.optimizer.warmup_steps = min(composed.optimizer.warmup_steps, _num_steps(composed))
+
+
+def _num_steps(composed: RootConfig) -> int:
+    """As conf/resolve.py counts them, once the batch is known."""
+    train = composed.train
+    return train.steps or math.ceil(train.tokens / (train.global_batch * train.sequence))
 
 
 def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from itertools import islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -39,7 +40,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> int:
     """Writes the parts that are not in `folder` yet; returns the number of bad documents that were skipped in all.
 
     The parts do not depend on the number of processes. Memory: some blocks and rows a process, and the longest line.
-    Raises ValueError for a bad document; the other parts that were finished stay.
+    Raises ValueError for a bad document, or where all were skipped; the other parts that were finished stay.
     """
     numbers = range(len(source.parts))
     todo = [number for number in numbers if not part_path(folder, number, "json").exists()]
@@ -60,7 +61,25 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> int:
                 bar.update(sizes[number])
         else:
             _in_processes(source, tokenizer, folder, todo, workers, lambda number: bar.update(sizes[number]))
-    return sum(json.loads(part_path(folder, number, "json").read_text())["skipped"] for number in numbers)
+    skipped = sum(json.loads(part_path(folder, number, "json").read_text())["skipped"] for number in numbers)
+    if skipped and not any(part_path(folder, number, "index").stat().st_size for number in numbers):
+        reason = _first_bad(source, utf8=not tokenizer.is_bytes)
+        raise ValueError(
+            f"no data: all {skipped:,} documents of {source.description} are bad and skipped; first {reason}"
+        )
+    return skipped
+
+
+def _first_bad(source: Source, utf8: bool) -> str:
+    """Where the first bad document is, and what is wrong with it."""
+    strict = replace(source, skip_bad=False)
+    try:
+        for part in source.parts:
+            for _ in strict.read(part, utf8):
+                pass
+    except ValueError as error:
+        return str(error).partition("; data.bad_documents=")[0]
+    raise AssertionError("a bad document was skipped and cannot be found again")
 
 
 def _in_processes(source, tokenizer, folder, todo: list[int], workers: int, done) -> None:

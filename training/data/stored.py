@@ -43,9 +43,10 @@ def stored(data: DataConfig) -> Corpus:
             f"{data.path} has {size:,} bytes, which are no whole number of {dtype} ids: is data.dtype right?"
         )
     if known.get("count", count) != count:
+        wrong = "was cut short" if count < known["count"] else "was added to since that was written"
         raise ValueError(
-            f"{data.path} holds {count:,} {dtype} ids and {sidecar_path(path)} says {known['count']:,}: the file is "
-            "cut short, or the type is wrong"
+            f"{data.path} holds {count:,} {dtype} ids and {sidecar_path(path)} says {known['count']:,}: the file "
+            f"{wrong}, or the type is wrong"
         )
     digest = _checked(path, dtype, vocabulary, data)
     held_out = round(data.validation_fraction * count)
