@@ -48,6 +48,19 @@ def pipeline_of(rank: int, parallel: ParallelConfig) -> list[int]:
     return [rank % (d * t) + index * d * t for index in range(p)]
 
 
+def ranks_of_stage(pipeline_rank: int, parallel: ParallelConfig) -> list[int]:
+    """The data and tensor ranks of a pipeline rank, ascending."""
+    _, d, t = mesh_shape(parallel)
+    return list(range(pipeline_rank * d * t, (pipeline_rank + 1) * d * t))
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Consecutive ranks for the reader: "rank 3", "ranks 2, 3", "ranks 0 ... 63"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 4 else f"ranks {ranks[0]} ... {ranks[-1]}"
+
+
 def placement_lines(parallel: ParallelConfig, devices_per_node: int | None) -> list[str]:
     """Where the ranks of a layout with data or tensor ranks go, for the reader; empty for a pipeline alone."""
     p, d, t = mesh_shape(parallel)

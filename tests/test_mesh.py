@@ -14,6 +14,7 @@ from models.describe import describe, num_parameters
 from pipeline.placement import DIMENSIONS, mesh_shape, num_ranks, pipeline_of, place, placement_lines
 from planning.balance import resolved_balance
 from planning.predict import make_plan
+from training.announce import describe_run, predicted_memory
 from training.build import build_engine, make_mesh
 from training.parts import counted_here
 
@@ -96,3 +97,26 @@ def test_data_and_tensor_ranks_hold_every_parameter_once():
             dist.destroy_process_group()
     last = [spec for spec in describe(config.model) if spec.name in ("block.7", "norm", "head")]
     assert counted == num_parameters(last)
+
+
+@pytest.mark.parametrize(
+    ("typed", "first", "last"),
+    [
+        (["parallel.stages=2"], "rank 0: ", "rank 1: "),
+        (["parallel.stages=2", "parallel.data=2"], "ranks 0, 1: ", "ranks 2, 3: "),
+        (["parallel.stages=2", "parallel.data=8"], "ranks 0 ... 7: ", "ranks 8 ... 15: "),
+        (["parallel.stages=2", "parallel.data=2", "parallel.shard=optimizer"], "ranks 0, 1: ", "ranks 2, 3: "),
+    ],
+)
+def test_ranks_of_a_stage_are_named_with_what_each_holds(typed, first, last):
+    config = resolved_balance(resolved("model.blocks=4", *typed))[0]
+    lines = describe_run(config, None, predicted_memory(config)).split("\n")
+    held = [line.strip() for line in lines if ": embedding" in line or ": block." in line]
+    assert len(held) == 2 and held[0].startswith(first) and held[1].startswith(last)
+    layers = describe(config.model)[: config.parallel.balance[0]]
+    whole = num_parameters(layers)
+    each = {1: "", 2: " each", 8: " each"}[config.parallel.data]
+    expected = f"{whole:,} parameters{each},"
+    if config.parallel.shard == "optimizer":
+        expected = f"{whole // 2:,} parameters each of {whole:,},"
+    assert expected in held[0]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 from conf.device import num_cores
 from conf.schema import RootConfig, to_dict
 from models.describe import LayerSpec, describe, num_parameters
 from pipeline.partition import Certificate, split
-from pipeline.placement import num_ranks, placement_lines
+from pipeline.placement import num_ranks, placement_lines, ranks_of_stage, ranks_text
 from pipeline.schedule import bubble_ideal, make_schedule
 from planning.advice import remedies
-from planning.memory import machine_memory_bytes, optimizer_elements
+from planning.memory import elements, machine_memory_bytes, optimizer_elements
 from planning.predict import ranks_memory
 from planning.stack import get_stack
 from planning.step import Layout, step_time
@@ -39,11 +40,12 @@ def predicted_memory(config: RootConfig) -> list[dict]:
 def preflight(config: RootConfig, memory: list[dict]) -> None:
     """Raises DoesNotFit, with the figures, when the run would hold more than there is. `preflight=false` goes on."""
     totals = [held["total"] for held in memory]
-    each = ", ".join(f"rank {rank} {gib(total)}" for rank, total in enumerate(totals))
+    word = "pipeline rank" if num_ranks(config.parallel) > len(totals) else "rank"
+    each = ", ".join(f"{word} {rank} {gib(total)}" for rank, total in enumerate(totals))
     remedy = "take a smaller model, global batch or sequence, or go on with preflight=false"
     fullest = totals.index(max(totals))
     parts = sorted(((size, name) for name, size in memory[fullest].items() if name != "total"), reverse=True)
-    remedy = f"rank {fullest} has {', '.join(f'{gib(size)} of {name}' for size, name in parts[:4])}; {remedy}"
+    remedy = f"{word} {fullest} has {', '.join(f'{gib(size)} of {name}' for size, name in parts[:4])}; {remedy}"
     if config.hardware.device == "cpu" and not config.emulate.enabled:
         available = machine_memory_bytes()
         replicas = config.parallel.data * config.parallel.tensor
@@ -118,7 +120,7 @@ def describe_run(config: RootConfig, corpus: Corpus | None, memory: list[dict]) 
         *(f"{'placement' if not index else '':<10} {line}" for index, line in enumerate(_placement(config))),
         *_part_lines(config, memory),
         f"batch      {train.global_batch} sequences of {train.sequence} tokens = {tokens:,} tokens a step: "
-        f"{replicas}{flushes}{parallel.chunks} micro-batches of {micro_batch}",
+        f"{replicas}{flushes}{count(parallel.chunks, 'micro-batch')} of {micro_batch}",
         f"run        {train.steps:,} steps = {train.steps * tokens:,} tokens{_epochs(config, corpus)}{limit}",
         f"optimizer  {optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.warmup_steps} warm-up "
         f"steps, then {optimizer.schedule}{clipping}",
@@ -151,7 +153,7 @@ def split_line(split: Certificate) -> str:
         whose = " a micro-batch " + ("measured" if split.method == "time" else "predicted")
     balance = str(split.balance).replace(" ", "")
     text = (
-        f"split      {split.method}: parallel.balance={balance}; slowest is rank {split.slowest_rank}, "
+        f"split      {split.method}: parallel.balance={balance}; slowest is pipeline rank {split.slowest_rank}, "
         f"{cost(split.costs[split.slowest_rank])}{whose}, {proven}; balance efficiency {split.efficiency:.1%}"
     )
     if split.cap_bytes is not None:
@@ -171,21 +173,26 @@ def chosen_values(composed: RootConfig, resolved: RootConfig) -> list[str]:
     ]
 
 
-def gib(count: float) -> str:
+def gib(size: float) -> str:
     """A number of bytes for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 stage", "8 micro-batches"."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def _layout(config: RootConfig) -> str:
     parallel = config.parallel
     if parallel.engine == "single":
-        return f"{parallel.name}: one process runs every layer, {parallel.chunks} micro-batches in turn"
+        return f"{parallel.name}: one process runs every layer, {count(parallel.chunks, 'micro-batch')} in turn"
     interleaved = f" x {parallel.interleave} model stages" if parallel.interleave > 1 else ""
     schedule = parallel.schedule if parallel.engine == "torch" else "gpipe"  # fairscale's own
     bubble = bubble_ideal(make_schedule(schedule, parallel.stages, parallel.chunks, parallel.interleave))
     text = (
-        f"{parallel.name}: engine {parallel.engine}, schedule {schedule}, {parallel.stages} stages{interleaved}, "
-        f"{parallel.chunks} micro-batches: ideal bubble {bubble:.1%} of a step"
+        f"{parallel.name}: engine {parallel.engine}, schedule {schedule}, {count(parallel.stages, 'stage')}"
+        f"{interleaved}, {count(parallel.chunks, 'micro-batch')}: ideal bubble {bubble:.1%} of a step"
     )
     if parallel.engine == "fairscale" and config.hardware.device == "cpu":
         text += ";\n           on CPU fairscale's stages share one worker thread and do not overlap: nothing is gained"
@@ -207,7 +214,7 @@ def _processes(config: RootConfig) -> str:
     if config.emulate.enabled:
         scale = config.emulate.time_scale
         slower = "" if scale == 1 else f", a second of it in {scale:g} s"
-        return f", EMULATED by {config.parallel.stages} processes that only wait{slower}"
+        return f", EMULATED by {count(config.parallel.stages, 'process')} that only wait{slower}"
     if config.hardware.device != "cpu":
         return ""
     ranks, cores = num_ranks(config.parallel), num_cores()
@@ -216,17 +223,32 @@ def _processes(config: RootConfig) -> str:
 
 
 def _part_lines(config: RootConfig, memory: list[dict]) -> list[str]:
-    """What each rank holds: its layers, parameters and memory."""
-    parts = _parts(config)
-    word = "stage" if config.parallel.engine == "fairscale" else "rank"
+    """What each rank holds: its layers, parameters and memory; the ranks of a stage together."""
     lines = [
-        f"  {word} {index}: {_layer_names(layers)}: {num_parameters(layers):,} parameters"
-        for index, layers in enumerate(parts)
+        f"  {_holders(config, index)}: {_layer_names(layers)}: {_held(config, layers)}"
+        for index, layers in enumerate(_parts(config))
     ]
     totals = [gib(held["total"]) for held in memory]
     if len(totals) == len(lines):
         return [f"{line}, {total} of memory" for line, total in zip(lines, totals, strict=True)]
     return [*lines, f"  in one process: {totals[0]} of memory"]
+
+
+def _holders(config: RootConfig, index: int) -> str:
+    if config.parallel.engine == "fairscale":
+        return f"stage {index}"
+    return ranks_text(ranks_of_stage(index, config.parallel))
+
+
+def _held(config: RootConfig, layers: list[LayerSpec]) -> str:
+    """Parameters that a rank with these layers holds between steps."""
+    parallel, whole = config.parallel, num_parameters(layers)
+    if parallel.data * parallel.tensor == 1:
+        return f"{whole:,} parameters"
+    own = elements(config, layers)
+    if parallel.shard != "none":
+        own = ceil(own / parallel.data)
+    return f"{own:,} parameters each" + (f" of {whole:,}" if own < whole else "")
 
 
 def _parts(config: RootConfig) -> list[list[LayerSpec]]:

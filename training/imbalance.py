@@ -13,6 +13,7 @@ from conf.schema import RootConfig
 from models.describe import describe
 from pipeline.optimum import bounds
 from pipeline.partition import rank_of_stage
+from pipeline.placement import ranks_of_stage, ranks_text
 from pipeline.schedule import make_schedule
 from pipeline.simulate import simulate
 from pipeline.spans import Timing
@@ -71,7 +72,8 @@ def imbalance(config: RootConfig, forward_s: list[float], backward_s: list[float
 
     config: resolved, its balance the list that was run. Keys: `slowest_rank`, `over_mean` (its seconds / the mean over
     ranks - 1), `rank_s` (a micro-batch), `balance` (the best list by these times), `expected_gain` (part of a flush
-    that it would save, simulated), `note`.
+    that it would save, simulated), `note`. Ranks are pipeline ranks; with data or tensor ranks `ranks` lists those of
+    the slowest.
     """
     ranks = rank_of_stage(config.parallel)
     rank_s = [0.0] * (max(ranks) + 1)
@@ -92,6 +94,9 @@ def imbalance(config: RootConfig, forward_s: list[float], backward_s: list[float
         "balance": best.balance if gain > 0 else list(config.parallel.balance),
         "expected_gain": max(0.0, gain),
     }
+    ranks_there = ranks_of_stage(found["slowest_rank"], config.parallel)
+    if len(ranks_there) > 1:
+        found["ranks"] = ranks_there
     if config.hardware.device == "cpu" and len(rank_s) > num_cores():
         found["note"] = "more ranks than cores: times include waiting for a core"
     return found
@@ -136,8 +141,11 @@ def _flush(config: RootConfig, forward: list[float], backward: list[float], bala
 
 def sentence(found: dict) -> str:
     """The finding for the console."""
+    slowest = f"rank {found['slowest_rank']}"
+    if "ranks" in found:
+        slowest = f"pipeline {slowest} ({ranks_text(found['ranks'])})"
     text = (
-        f"balance: rank {found['slowest_rank']} is slowest, {1e3 * max(found['rank_s']):.1f} ms a micro-batch, "
+        f"balance: {slowest} is slowest, {1e3 * max(found['rank_s']):.1f} ms a micro-batch, "
         f"{found['over_mean']:.1%} over the mean of the ranks"
     )
     if found["expected_gain"] < WORTH_SAYING:

@@ -89,6 +89,13 @@ def scalars(result: dict[str, Any]) -> dict[str, float]:
     return tags
 
 
+def _error(error: float, predicted: float, measured: float) -> str:
+    """The signed error in percent; none of what is nothing."""
+    if predicted == 0 or max(predicted, measured) < 0.0005:
+        return ""
+    return f"{error:+.1%}"
+
+
 def table(result: dict[str, Any]) -> str:
     """Predicted beside measured, for the console; empty where nothing can be compared."""
     error = result.get("error", {})
@@ -98,7 +105,9 @@ def table(result: dict[str, Any]) -> str:
     rows = [["", "predicted", "emulated" if result.get("emulated") else "measured", "error"]]
     for key, (label, show) in SHOWN.items():
         if key in error:
-            rows.append([label, show(predicted[key]), show(result[key]), f"{error[key]:+.1%}"])
+            rows.append(
+                [label, show(predicted[key]), show(result[key]), _error(error[key], predicted[key], result[key])]
+            )
     for rank, wrong in enumerate(error.get("peak_memory_bytes", [])):
         sizes = (gib(figures["peak_memory_bytes"][rank]) for figures in (predicted, result))
         rows.append([f"peak memory of rank {rank}", *sizes, f"{wrong:+.1%}"])

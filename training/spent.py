@@ -44,12 +44,17 @@ def table(result: dict[str, Any]) -> str:
     if "time" not in result:
         return f"where the time went: {note}" if note else ""
     time = result["time"]
+    # rank 0's pipeline alone is timed, the memory of all ranks is known: data and tensor ranks lie between its ranks
+    apart = len(result.get("peak_memory_bytes", [])) // len(time["compute_s"])
+    names = [
+        f"rank {r * apart} (pipeline rank {r})" if apart > 1 else f"rank {r}" for r in range(len(time["compute_s"]))
+    ]
     step = mean(map(sum, zip(*time.values(), strict=True)))
     rows = [["where a step's time went", duration(step), "", ""]]
     for name, label in LABELS.items():
         part = mean(time[name])
         seen = result.get("where", {}).get(name)
-        said = _spread(time[name], step) if seen is None else _seen(seen, step)
+        said = _spread(time[name], step, names) if seen is None else _seen(seen, step, names)
         rows.append([f"  {label}", duration(part), f"{part / step:.1%}", said])
     lines = _aligned(rows)
     shown = [f"{result[key]:.3f} {name}" for key, name in BUBBLES.items() if key in result]
@@ -59,20 +64,20 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *([f"note: {note}"] if note else [])])
 
 
-def _spread(ranks: list[float], step: float) -> str:
+def _spread(ranks: list[float], step: float, names: list[str]) -> str:
     """Which ranks have least and most, where that is more than 1 % of a step."""
     least, most = min(ranks), max(ranks)
     if most - least < 0.01 * step:
         return ""
-    return f"{duration(least)} on rank {ranks.index(least)} ... {duration(most)} on rank {ranks.index(most)}"
+    return f"{duration(least)} on {names[ranks.index(least)]} ... {duration(most)} on {names[ranks.index(most)]}"
 
 
-def _seen(ranks: list[float], step: float) -> str:
+def _seen(ranks: list[float], step: float, names: list[str]) -> str:
     """Which rank saw most of what costs all of them the same, where that is more than 1 % of a step."""
     most = max(ranks)
     if len(ranks) == 1 or most < 0.01 * step:
         return ""
-    return f"most of it seen by rank {ranks.index(most)}: {duration(most)}"
+    return f"most of it seen by {names[ranks.index(most)]}: {duration(most)}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from training.record import Recorder
 
 WARM_UP = 2  # steps of this process that are not kept, unless they are asked for by number
+INSIDE = "gathers, reductions inside a backward and tensor-parallel messages count as compute"
 UNSEEN = "fairscale runs its stages itself: actions, waiting and messages are not told apart, and no bubble is measured"
 
 
@@ -125,7 +126,10 @@ class Tracer:
         """Draws what was kept of a run that ended before all of it was; what is to be said of the measured bubble."""
         if self.seen and self.seen[-1][0] != max(self.kept):
             self._draw()
-        return self._note()
+        parallel = self.config.parallel
+        inside = parallel.tensor > 1 or (parallel.data > 1 and parallel.shard in ("gradients", "full"))
+        notes = (self._note(), INSIDE if inside and self.schedule is not None and self.config.train.trace else None)
+        return "; ".join(note for note in notes if note) or None
 
     def _draw(self) -> None:
         """timeline.png: of the steps kept, the one with the median flush."""
