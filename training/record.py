@@ -100,8 +100,8 @@ class Recorder:
         self._events.flush()
 
     def step(self, figures: dict[str, Any]) -> None:
-        """Write one training step: `step` (from 1), `loss`, … as in TAGS; `memory_bytes` of each rank. It is marked with
-        the steps that this start goes on from."""
+        """Write one training step: `step` (from 1), `loss`, … as in TAGS; `memory_bytes` of each rank. It is marked
+        with the steps that this start goes on from."""
         self._write(figures | {"started_after": self._done})
 
     def validation(self, step: int, figures: dict[str, Any]) -> None:
