@@ -68,3 +68,9 @@ def test_without_a_prediction_nothing_is_compared(tmp_path):
     assert "matmul_efficiency" in plan["unpredicted"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert compared(tmp_path, {"step_time_s": 1.0}) == {}
+
+
+def test_a_bubble_of_nothing_has_no_percentage():
+    figures = {"step_time_s": 1.0, "bubble_fraction": 0.0}
+    text = table(figures | {"predicted": figures, "error": {"step_time_s": 0.0, "bubble_fraction": -1.0}})
+    assert "%" in text.split("\n")[1] and "%" not in text.split("\n")[2]

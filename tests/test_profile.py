@@ -193,6 +193,12 @@ def test_a_run_that_is_balanced_says_so():
     found = imbalance(config, forward, backward)
     assert found["balance"] == [6, 5] and found["expected_gain"] == 0
     assert "no other cut" in sentence(found)
+    assert "balance: rank 1 is slowest" in sentence(found)
+
+
+def test_with_data_ranks_the_slowest_are_all_named():
+    config, forward, backward = lopsided([5, 6], data=2)
+    assert "balance: pipeline rank 1 (ranks 2, 3) is slowest" in sentence(imbalance(config, forward, backward))
 
 
 def test_four_stages_tell_the_kinds_apart():

@@ -321,6 +321,13 @@ def test_parts_of_a_run_still_sum_to_a_step():
     assert spent.typical([*steps, {"time": {"compute_s": [1.0]}}]) == {"time": {"compute_s": [1.0]}}
 
 
+def test_ranks_of_rank_0_s_pipeline_keep_their_numbers():
+    time = {name: [0.0, 0.0] for name in PARTS} | {"compute_s": [1.0, 2.0]}
+    assert "on rank 1\n" in spent.table({"time": time})
+    text = spent.table({"time": time, "peak_memory_bytes": [1, 1, 1, 1]})
+    assert "on rank 2 (pipeline rank 1)" in text
+
+
 # --- a run ---
 
 

@@ -14,7 +14,7 @@ from conf.check_data import sidecar_path
 from conf.schema import RootConfig
 from pipeline.partition import Certificate
 from training import resume
-from training.announce import gib
+from training.announce import count, gib
 from training.data import Corpus
 from training.manifest import checkpoint_name
 from training.resume import Found
@@ -106,7 +106,7 @@ def describe(config: RootConfig, corpus: Corpus, held: list[dict], split: Certif
     return "\n".join(
         [
             f"evaluate   {found.run_dir}, {checkpoint_name(found.step)}: model {config.model.name}",
-            f"parallel   {parallel.name}: engine {parallel.engine}, {len(held)} processes{cut}; "
+            f"parallel   {parallel.name}: engine {parallel.engine}, {count(len(held), 'process')}{cut}; "
             f"{', '.join(gib(rank['total']) for rank in held)} of memory",
             f"data       {corpus.description}; {corpus.validation_tokens:,} tokens held out, sequences of "
             f"{config.train.sequence}",
