@@ -15,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -143,6 +144,8 @@ def _measure(cores: int) -> dict | None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command, pipe = [sys.executable, "-m", "planning.probe"], subprocess.PIPE
     children, answers = [], []
+    end = threading.Timer(TIMEOUT_S, lambda: [child.kill() for child in children])
+    end.start()
     try:
         for _ in range(min(cores, MOST_CHILDREN)):
             children.append(
@@ -151,17 +154,22 @@ def _measure(cores: int) -> dict | None:
                     env=environment,
                 )
             )  # fmt: skip
-        for index, child in enumerate(children):  # all have imported torch and wait by then
-            child.stdin.write(json.dumps({"shapes": shapes, "threads": 0 if index else cores, "threaded": THREADED}))
-            child.stdin.close()
-            child.stdin = None
-        answers = [json.loads(child.communicate(timeout=TIMEOUT_S)[0]) for child in children]
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        for child in children:
+            child.stdout.readline()  # it has imported torch
+        asked = {"shapes": shapes, "threads": cores, "threaded": THREADED}
+        for child in children:
+            print(json.dumps(asked), file=child.stdin, flush=True)
+        answers = [json.loads(child.stdout.readline()) for child in children]
+        if cores > 1:  # now that the others are done
+            print(file=children[0].stdin, flush=True)
+            answers[0] |= json.loads(children[0].stdout.readline())
+    except (OSError, ValueError):
         return None
     finally:
+        end.cancel()
         for child in children:
             child.kill()
-            child.wait()
+            child.communicate()
     pieces = [
         {key: statistics.median(answer["pieces"][index][key] for answer in answers) for key in ("block", "head")}
         for index in range(len(SHAPES))

@@ -1,6 +1,8 @@
 """Measures small pieces of a Transformer on this machine: planning/calibrate.py's child process, which imports torch.
 
-    python -m planning.probe < {"shapes": [...], "threads": n} > seconds.json
+    python -m planning.probe        says that it is ready, then takes and gives lines of JSON:
+        {"shapes": [...], "threads": n, "threaded": index}      -> {"pieces": [...], "bytes_per_s": ...}
+        an empty line, once nothing else is measured            -> {"thread_efficiency": ...}
 
 Answers for each model configuration with batch and sequence the seconds of forward and backward of one block (in a row
 of blocks, as a stage runs it) and of norm, head and loss, with one thread; the bytes a second that an optimizer moves;
@@ -26,17 +28,19 @@ MOVED = 28  # bytes that fused AdamW reads and writes for each
 def main() -> None:
     import torch
 
-    asked = json.load(sys.stdin)
     torch.set_num_threads(1)
+    print("ready", flush=True)
+    asked = json.loads(sys.stdin.readline())
     answer: dict = {"pieces": [_pieces(shape) for shape in asked["shapes"]]}
     parameter = torch.nn.Parameter(torch.zeros(UPDATED))
     parameter.grad = torch.ones(UPDATED)
     answer["bytes_per_s"] = MOVED * UPDATED / _median(torch.optim.AdamW([parameter], fused=True).step)
-    if asked["threads"] > 1:
+    print(json.dumps(answer), flush=True)
+    if sys.stdin.readline():
         shape = asked["shapes"][asked["threaded"]]
         torch.set_num_threads(asked["threads"])
-        answer["thread_efficiency"] = answer["pieces"][asked["threaded"]]["block"] / _pieces(shape)["block"]
-    print(json.dumps(answer))
+        alone = answer["pieces"][asked["threaded"]]["block"]
+        print(json.dumps({"thread_efficiency": alone / _pieces(shape)["block"]}), flush=True)
 
 
 def _pieces(shape: dict) -> dict[str, float]:
