@@ -20,7 +20,7 @@ from conf.schema import ModelConfig
 from models.describe import feedforward_width
 from models.documents import attention_mask
 from models.dropout import Dropout
-from models.layers import Head
+from models.layers import Head, TokenEmbedding
 
 # Llama 3.1's scaling of rotary frequencies ("llama3"): the sequence it was first trained with, and between how many
 # turns in that sequence the scaling sets in (arXiv 2407.21783, section 3.4.2; its released configuration)
@@ -57,18 +57,6 @@ def cast_once(x: Tensor) -> Tensor:
     kind = x.device.type
     active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # meta has none
     return x.to(torch.get_autocast_dtype(kind)) if active else x
-
-
-class Embedding(nn.Module):
-    """ids [B, T] int64 -> [B, T, D]; positions enter in the attention only."""
-
-    def __init__(self, model: ModelConfig):
-        super().__init__()
-        self.token = nn.Embedding(model.vocabulary, model.hidden)
-        self.dropout = Dropout(model.dropout, layer=0, site=0)
-
-    def forward(self, ids: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        return self.dropout(self.token(ids), key)
 
 
 class Attention(nn.Module):
@@ -156,4 +144,4 @@ def make_layer(model: ModelConfig, kind: str, layer: int) -> nn.Module:
         return Block(model, layer)
     if kind == "norm":
         return Norm(model.hidden, eps=model.norm_eps)
-    return Embedding(model) if kind == "embedding" else Head(model)
+    return TokenEmbedding(model) if kind == "embedding" else Head(model)

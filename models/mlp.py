@@ -11,20 +11,7 @@ import torch.nn.functional as fn
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
-from models.dropout import Dropout
-from models.layers import Head
-
-
-class Embedding(nn.Module):
-    """ids [B, T] int64 -> [B, T, D]."""
-
-    def __init__(self, model: ModelConfig):
-        super().__init__()
-        self.token = nn.Embedding(model.vocabulary, model.hidden)
-        self.dropout = Dropout(model.dropout, layer=0, site=0)
-
-    def forward(self, ids: Tensor, key: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        return self.dropout(self.token(ids), key)
+from models.layers import Head, TokenEmbedding
 
 
 class Block(nn.Module):
@@ -42,4 +29,4 @@ def make_layer(model: ModelConfig, kind: str, layer: int) -> nn.Module:
     """The module of list entry number `layer`, of `kind` embedding, block or head."""
     if kind == "block":
         return Block(model)
-    return Embedding(model) if kind == "embedding" else Head(model)
+    return TokenEmbedding(model) if kind == "embedding" else Head(model)

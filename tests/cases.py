@@ -49,19 +49,7 @@ def config(
 ) -> RootConfig:
     """A resolved configuration of a model small enough for float64 tests in milliseconds."""
     return RootConfig(
-        model=ModelConfig(
-            name="test",
-            family=family,
-            blocks=blocks,
-            hidden=16,
-            heads=2,
-            key_value_heads=max(1, tensor) if family == "llama" else None,
-            feedforward=64,
-            positions=SEQUENCE,
-            vocabulary=vocabulary,
-            tied=tied,
-            dropout=dropout,
-        ),
+        model=_model(family, blocks, vocabulary, tied, dropout, key_value_heads=max(1, tensor)),
         parallel=ParallelConfig(
             name="test",
             engine=engine,
@@ -88,6 +76,22 @@ def config(
             seed=SEED,
             precision=precision,
         ),
+    )
+
+
+def _model(family, blocks, vocabulary, tied, dropout, key_value_heads) -> ModelConfig:
+    return ModelConfig(
+        name="test",
+        family=family,
+        blocks=blocks,
+        hidden=16,
+        heads=2,
+        key_value_heads=key_value_heads if family == "llama" else None,
+        feedforward=64,
+        positions=SEQUENCE,
+        vocabulary=vocabulary,
+        tied=tied,
+        dropout=dropout,
     )
 
 

@@ -69,6 +69,19 @@ def _sgd(p, gradients, rates, momentum, decay):
     return p
 
 
+def _steps(optimizer, parameters, rates, shrink: float) -> dict[str, list]:
+    """One step at each rate, with gradients that shrink from step to step; the gradients of each parameter, float64."""
+    history = {n: [] for n in parameters}
+    for number, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for n, p in parameters.items():
+            p.grad = (p.grad * (1 - shrink * number)).to(p.dtype)
+            history[n].append(p.grad.double().numpy().copy())
+        optimizer.step()
+    return history
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_steps_equal_a_float64_reference(name, dtype, tolerance):
@@ -77,14 +90,7 @@ def test_steps_equal_a_float64_reference(name, dtype, tolerance):
     parameters = _parameters(dtype)
     before = {n: p.detach().double().numpy().copy() for n, p in parameters.items()}
     optimizer = make_optimizer(config, parameters)
-    history = {n: [] for n in parameters}
-    for number, rate in enumerate(rates):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for n, p in parameters.items():
-            p.grad = (p.grad * (1 - 0.7 * number)).to(dtype)
-            history[n].append(p.grad.double().numpy().copy())
-        optimizer.step()
+    history = _steps(optimizer, parameters, rates, 0.7)
     for n, p in parameters.items():
         decay = 0.5 if n in DECAYED else 0.0
         if name == "adamw":
@@ -121,14 +127,7 @@ def test_adafactor_equals_a_float64_reference(dtype, tolerance):
     parameters["embedding.token.weight"].grad[3] = 0  # a token that is in no batch
     before = {n: p.detach().double().numpy().copy() for n, p in parameters.items()}
     optimizer = make_optimizer(config, parameters)
-    history = {n: [] for n in parameters}
-    for number, rate in enumerate(rates):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for n, p in parameters.items():
-            p.grad = (p.grad * (1 - 0.3 * number)).to(dtype)
-            history[n].append(p.grad.double().numpy().copy())
-        optimizer.step()
+    history = _steps(optimizer, parameters, rates, 0.3)
     for n, p in parameters.items():
         expected = _adafactor(before[n], history[n], rates, 0.5 if n in DECAYED else 0.0)
         assert np.abs(p.detach().double().numpy() - expected).max() < tolerance * np.abs(expected).max(), n
