@@ -59,7 +59,7 @@ def check_values(config: RootConfig) -> None:
             raise ValueError(f"{key}={value} is unknown; known are {', '.join(known)}")
     _check_schedule_name(config.parallel)
     _check_trace(config.train.trace)
-    check_data_values(config.data)
+    check_data_values(config.data, trains=config.evaluate is None)
     for key in ("hardware.precision", "train.precision"):
         _check_precision(key, _get(config, key))
     # of a processor the peak in the file is a rough one, and small tensors stay in its caches
@@ -69,7 +69,6 @@ def check_values(config: RootConfig) -> None:
         (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must be 0 or more"),
         (POSITIVE, lambda v: 0 < v < math.inf, "must be more than 0"),
         (BELOW_ONE, lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
-        (["data.validation_fraction"], lambda v: 0 < v < 1, "must be between 0 and 1: the part that is held out"),
         (["optimizer.decay_fraction", "optimizer.final_fraction"], lambda v: 0 <= v <= 1, "must be between 0 and 1"),
         (EFFICIENCIES, lambda v: 0 < v <= most, "must be more than 0 and at most 1: a part of the peak"),
         (["data.synthetic_vocabulary"], lambda v: v >= 2, "must be at least 2"),

@@ -24,8 +24,11 @@ LARGEST = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}  # vocabulary that a
 ONE_FOR_ALL = ("tokenizer", "tokenizer_vocabulary", "cross_documents", "validation_fraction", "cache")  # of a mix
 
 
-def check_data_values(data: DataConfig) -> None:
-    """Each value by itself, and what a source needs. Raises ValueError with key, value and what is allowed."""
+def check_data_values(data: DataConfig, trains: bool = True) -> None:
+    """Each value by itself, and what a source needs. Raises ValueError with key, value and what is allowed.
+
+    trains: False where only held-out text is read.
+    """
     if data.source not in SOURCES:
         raise ValueError(f"data.source={data.source} is unknown; known are {', '.join(SOURCES)}")
     if data.tokenizer not in ("byte", "bpe") and not str(data.tokenizer).endswith(".json"):
@@ -40,10 +43,17 @@ def check_data_values(data: DataConfig) -> None:
         )
     if data.bad_documents not in ("stop", "skip"):
         raise ValueError(f"data.bad_documents={data.bad_documents} is unknown; known are stop, skip")
+    fraction = data.validation_fraction
+    if not 0 < fraction <= 1:
+        raise ValueError(f"data.validation_fraction={fraction} must be between 0 and 1: the part that is held out")
+    if fraction == 1 and trains:
+        raise ValueError(
+            "data.validation_fraction=1 holds all text out and leaves none to train on: give less; 1 is for evaluate="
+        )
     _check_stored(data)
     if data.source == "mix":
         for _, part in mixed(data):
-            check_data_values(part)
+            check_data_values(part, trains)
     elif data.sources:
         raise ValueError(f"data.sources is for data=mix, not for data.source={data.source}: leave it out")
 

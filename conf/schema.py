@@ -130,7 +130,7 @@ class DataConfig:
     cross_documents: bool = True  # attention may look from one document into the one before it in the sequence
     dtype: Optional[str] = None  # tokens: uint8 | uint16 | uint32; null = what the file's sidecar says
     vocabulary: Optional[int] = None  # tokens: number of different ids; null = what the file's sidecar says
-    validation_fraction: float = 0.05  # of the tokens, held out; never met in training
+    validation_fraction: float = 0.05  # of the tokens, held out; never met in training; 1: all, with evaluate=
     cache: str = ".cache/tokens"  # tokenised once into a memory map here, keyed by content
     synthetic_tokens: int = 2_000_000  # synthetic: length of the stream
     synthetic_vocabulary: int = 64  # synthetic: number of symbols

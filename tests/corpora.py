@@ -24,10 +24,10 @@ def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
     return path
 
 
-def make(folder: Path, source: str, *, sequence: int = 16, **values) -> Corpus:
+def make(folder: Path, source: str, *, sequence: int = 16, trains: bool = True, **values) -> Corpus:
     """The corpus of a DataConfig with these values, in folder/cache."""
     values = {"cache": str(folder / "cache")} | {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-    return prepare(DataConfig(name=source, source=source, **values), sequence=sequence)
+    return prepare(DataConfig(name=source, source=source, **values), sequence=sequence, trains=trains)
 
 
 def sides(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:

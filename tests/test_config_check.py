@@ -95,6 +95,8 @@ REFUSED = [
     (["data.source=web"], ["web", "python_source, text, jsonl"]),
     (["data.tokenizer=words"], ["words", "byte", "bpe", "tokenizer.json"]),
     (["data.validation_fraction=0"], ["data.validation_fraction=0", "between 0 and 1"]),
+    (["data.validation_fraction=1.01"], ["data.validation_fraction=1.01", "between 0 and 1"]),
+    (["data.validation_fraction=1"], ["data.validation_fraction=1 holds all text out", "1 is for evaluate="]),
     (["data=text"], ["data.path"]),
     (["data=synthetic", "data.synthetic_vocabulary=1"], ["data.synthetic_vocabulary=1", "at least 2"]),
 ]

@@ -12,6 +12,7 @@ from conf.schema import ParallelConfig
 from pipeline.placement import place
 from training.data import Batches, Corpus
 from training.data.batches import SLOTS, slots
+from training.held_out import HeldOut
 from training.loop import Trainer
 
 SEQUENCE = 8
@@ -120,6 +121,33 @@ def test_the_held_out_sequences_of_a_mix_are_those_of_all_its_sources_once(tmp_p
     numbers = np.concatenate([batches.validation(0, 30)[0][:, 0], batches.validation(30, 35)[0][:, 0]])
     expected = [10_000 * k + i for k, size in enumerate((40, 20, 5)) for i in range(size)]
     assert sorted(numbers.tolist()) == expected
+
+
+def test_all_of_every_source_can_be_held_out_and_each_token_is_predicted_once(tmp_path):
+    """Copies of a document too, in their places; a file of 30 bytes is less than two sequences."""
+    texts = [*documents(60), *documents(3)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    (tmp_path / "b.txt").write_text("thirty bytes are a whole file\n")
+    np.arange(500, dtype=np.uint8).tofile(tmp_path / "c.bin")
+    whole = {"validation_fraction": 1.0, "trains": False}
+    expected = {
+        "jsonl": ("a.jsonl", "\0".join(texts).encode(), {}),
+        "text": ("b.txt", b"thirty bytes are a whole file\n", {}),
+        "tokens": ("c.bin", (tmp_path / "c.bin").read_bytes(), {"dtype": "uint8", "vocabulary": 256}),
+    }
+    for source, (name, content, values) in expected.items():
+        corpus = make(tmp_path, source, path=tmp_path / name, **values, **whole)
+        assert corpus.open("validation").tobytes() == content, source
+        assert (corpus.train_tokens, len(corpus.open("train"))) == (0, 0)
+    entries = [{"source": s, "path": str(tmp_path / n), "weight": 1} | v for s, (n, _, v) in expected.items()]
+    mix = make(tmp_path, "mix", sources=entries, **whole)
+    assert Batches(mix, 16, seed=0).samples_per_epoch == 0
+    assert HeldOut(mix, 16).num_targets == sum(len(content) - 1 for _, content, _ in expected.values())
+    assert make(tmp_path, "synthetic", synthetic_tokens=100, **whole).validation_tokens == 100
+    with pytest.raises(ValueError, match="30 held-out tokens .* than the 31 .* smaller train.sequence, or more"):
+        make(tmp_path, "text", path=tmp_path / "b.txt", sequence=30, **whole)
+    little = {"validation_fraction": 0.9, "path": tmp_path / "c.bin", "dtype": "uint8", "vocabulary": 256}
+    assert make(tmp_path, "tokens", sequence=64, trains=False, **little).train_tokens == 50  # and needs no more
 
 
 def test_a_mix_of_files_is_prepared_with_one_tokenizer(tmp_path):

@@ -18,16 +18,18 @@ from commands import SMALL, TRAIN, run, start, wait_for
 
 import cases
 import models
-from conf.schema import RootConfig, from_dict
+from conf.schema import RootConfig, from_dict, to_dict
 from models.loss import IGNORED
 from ranks import run_ranks
 from training import shards
 from training.command import EXIT_STOPPED
 from training.data import Corpus
+from training.evaluate import warnings
 from training.held_out import HeldOut, evaluate
 from training.loop import Trainer
 from training.ranks import Ranks
 from training.record import read_result
+from training.resume import Found
 
 TEXT = "".join(f"{number} plus {number} is {2 * number}.\n" for number in range(700))
 OTHER = "".join(f"the square of {number} is {number * number}\n" for number in range(300))
@@ -85,7 +87,7 @@ def evaluated(cwd: Path, *typed: str, run_dir: str = "experiments/try/trained") 
     (folder,) = set((cwd / "experiments" / "try").iterdir()) - folders
     result = read_result(folder)
     assert result["status"] == "completed"
-    return folder, result["evaluation"], done.stdout
+    return folder, result["evaluation"], done.stdout + done.stderr
 
 
 def expected_of(folder: Path, checkpoint: Path) -> tuple[float, int]:
@@ -110,7 +112,7 @@ def test_the_loss_of_every_held_out_token_in_the_saved_layout(cwd):
     assert f"{figures['loss']:.4f} nats a token" in told and f"{count:,} tokens" in told
 
 
-def test_other_data_another_layout_and_a_damaged_checkpoint(cwd):
+def test_a_whole_other_file_another_layout_longer_sequences_and_a_damaged_checkpoint(cwd):
     """The newest is not whole: the one before is taken, and the damaged one stays where it is."""
     shutil.copytree(cwd / "experiments/try/trained", cwd / "experiments/try/damaged", symlinks=True)
     newest = cwd / "experiments/try/damaged/checkpoints/step_000002"
@@ -118,12 +120,35 @@ def test_other_data_another_layout_and_a_damaged_checkpoint(cwd):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    typed = ["data=text", "data.path=other.txt", "parallel=single", "train.sequence=11"]
+    typed = ["data=text", "data.path=other.txt", "data.validation_fraction=1", "parallel=single", "train.sequence=25"]
     folder, figures, told = evaluated(cwd, *typed, run_dir="experiments/try/damaged")
     loss, count = expected_of(folder, newest.with_name("step_000001"))
     assert figures["checkpoint"] == "step_000001" and "step_000002 is not whole" in told
     assert (figures["loss"], figures["tokens"]) == (pytest.approx(loss, rel=2e-6), count)
-    assert "other.txt" in figures["data"]
+    assert figures["tokens"] == len(OTHER) - 1 and "other.txt" in figures["data"]
+    (warning,) = [line for line in told.splitlines() if line.startswith("warning: ")]
+    assert "train.sequence=25 is longer than the 16 tokens" in warning  # positions 17 to 25 were never trained
+
+
+@pytest.mark.parametrize(
+    "family, sequence, fraction, content, words",
+    [
+        ("gpt", 8, 0.05, "", []),
+        ("gpt", 9, 0.05, "", ["train.sequence=9 is longer than the 8 tokens"]),
+        ("llama", 9, 1.0, "other text", ["train.sequence=9 is longer than the 8 tokens"]),
+        ("mlp", 9, 0.05, "", []),  # knows no positions
+        ("gpt", 7, 1.0, "", ["data.validation_fraction=1 of the run's own data, of which it held out 0.05"]),
+        ("gpt", 7, 1.0, "other text", []),
+    ],
+)
+def test_what_makes_the_loss_another_one_is_said(family, sequence, fraction, content, words, corpus):
+    saved = cases.config(family="gpt" if family == "mlp" else family)
+    saved.model.family = family
+    here = replace(saved, train=replace(saved.train, sequence=sequence))
+    here.data = replace(saved.data, validation_fraction=fraction)
+    found = Found(Path("run"), {"config": to_dict(saved), "corpus": corpus.to_dict()})
+    said = warnings(here, replace(corpus, content_hash=content), found)
+    assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ from training.resume import Found
 
 # of planning.memory's bytes of a training rank: what a rank that only runs forward does not hold
 NOT_HELD = ("gradients", "optimizer", "activations")
+# what a longer sequence than the run's meets, of families whose layers know positions
+UNTRAINED = {
+    "gpt": "the learned positions beyond are as they were initialised",
+    "llama": "rotary positions so far apart were never met in training",
+}
 
 
 def find(typed: RootConfig) -> Found:
@@ -80,6 +85,24 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
         )
 
 
+def warnings(config: RootConfig, corpus: Corpus, found: Found) -> list[str]:
+    """What makes the loss another one than it seems to be."""
+    said, saved = [], found.facts["config"]
+    here, there = config.train.sequence, saved["train"]["sequence"]
+    if config.model.family in UNTRAINED and here > there:
+        said.append(
+            f"train.sequence={here} is longer than the {there} tokens of the sequences that the run was trained on: "
+            f"{UNTRAINED[config.model.family]}"
+        )
+    fractions = config.data.validation_fraction, saved["data"]["validation_fraction"]
+    if corpus.content_hash == found.facts["corpus"]["content_hash"] and fractions[0] != fractions[1]:
+        said.append(
+            f"data.validation_fraction={fractions[0]:g} of the run's own data, of which it held out {fractions[1]:g}: "
+            "what is evaluated may be what it was trained on"
+        )
+    return said
+
+
 def _remedy(config: RootConfig, found: Found) -> str:
     """Which data.tokenizer to type, where the run's own is still to be had and text is read; else what data to take.
     Empty where nothing is known to help."""
@@ -108,7 +131,7 @@ def describe(config: RootConfig, corpus: Corpus, held: list[dict], split: Certif
             f"evaluate   {found.run_dir}, {checkpoint_name(found.step)}: model {config.model.name}",
             f"parallel   {parallel.name}: engine {parallel.engine}, {count(len(held), 'process')}{cut}; "
             f"{', '.join(gib(rank['total']) for rank in held)} of memory",
-            f"data       {corpus.description}; {corpus.validation_tokens:,} tokens held out, sequences of "
-            f"{config.train.sequence}",
+            f"data       {corpus.description}; {corpus.validation_tokens:,} tokens held out "
+            f"(data.validation_fraction={config.data.validation_fraction:g}), sequences of {config.train.sequence}",
         ]
     )

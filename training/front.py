@@ -111,10 +111,13 @@ def _train(config: DictConfig, job: Job, plan: Plan, found: resume.Found | None)
         job.run_dir, job.result, job.earlier = found.run_dir, read_result(found.run_dir), True
         print(f"all {found.step} steps are done already; a larger train.steps goes on")
         return
+    clock, too_long = _wall_clock(plan)
+    for warning in plan.warnings + too_long:
+        print(f"warning: {warning}", file=sys.stderr)
     if evaluates:
         print(evaluate.describe(plan.config, plan.corpus, plan.memory, plan.split, found))
     else:
-        _say(plan)
+        _say(plan, clock)
     if found is None or evaluates or _folder_typed():
         job.run_dir = _claim_for(job)
         resume.lock(job.run_dir)
@@ -159,9 +162,10 @@ def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequ
     if resolved.emulate.enabled:  # reads no data
         prediction |= {"durations": durations(calibrated(resolved)).to_dict()}
         return Plan(composed, resolved, None, memory, warnings, split, profile, prediction)
-    corpus = prepare(resolved.data, sequence=resolved.train.sequence)
+    corpus = prepare(resolved.data, sequence=resolved.train.sequence, trains=not evaluates)
     if evaluates:
         evaluate.check_compatible(resolved, corpus, found)
+        warnings = evaluate.warnings(resolved, corpus, found)  # the others are of training
     elif found is not None:
         resume.check_compatible(resolved, corpus, found)
         if not _folder_typed():
@@ -318,10 +322,7 @@ def follow(rank: int) -> int:
 # --- what is printed ---
 
 
-def _say(plan: Plan) -> None:
-    clock, too_long = _wall_clock(plan)
-    for warning in plan.warnings + too_long:
-        print(f"warning: {warning}", file=sys.stderr)
+def _say(plan: Plan, clock: str) -> None:
     if plan.profile is not None:
         print(plan.profile.table() + "\n")
     print(announce.describe_run(plan.config, plan.corpus, plan.memory))

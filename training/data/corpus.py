@@ -47,6 +47,8 @@ class Corpus:
         have them."""
         assert not self.parts
         path, tokens, start = (getattr(self, f"{side}_{what}") for what in ("path", "tokens", "start"))
+        if not tokens:  # all is held out; nothing cannot be mapped
+            return np.empty(0, self.dtype)
         offset = start * np.dtype(self.dtype).itemsize
         return np.asarray(np.memmap(path, dtype=self.dtype, mode="r", offset=offset, shape=(tokens,)))
 

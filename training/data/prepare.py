@@ -40,33 +40,34 @@ log = logging.getLogger(__name__)
 Write = Callable[[Path, BinaryIO, BinaryIO], dict]  # (folder for parts, train file, validation file) -> the counts
 
 
-def prepare(data: DataConfig, *, sequence: int) -> Corpus:
+def prepare(data: DataConfig, *, sequence: int, trains: bool = True) -> Corpus:
     """Tokenises the data once into data.cache and returns where it is; safe when many processes start together.
 
     The folder is named by a hash of (content, tokenizer, split): changed data or another split gets another folder.
 
-    Raises ValueError for data that are missing, empty, unreadable or shorter than a sequence (T + 1 tokens on either
-    side), without a token between documents where attention must not cross them, and for a cache that cannot be
+    trains: False where only what is held out is read; it may then be all.
+
+    Raises ValueError for data that are missing, empty, unreadable or shorter than a sequence (T + 1 tokens on each side
+    that is read), without a token between documents where attention must not cross them, and for a cache that cannot be
     written. Names and ranges are conf.check's to refuse.
     """
-    assert 0 < data.validation_fraction < 1, "conf.check comes first"
-    corpus = _mix(data, sequence) if data.source == "mix" else _single(data, sequence)
+    assert 0 < data.validation_fraction < 1 or not trains, "conf.check comes first"
+    corpus = _mix(data) if data.source == "mix" else _single(data)
+    for part in corpus.plain():
+        _check_length(part, sequence, data.validation_fraction, trains)
     if not data.cross_documents:
         check_separator(corpus.separator)
     return corpus
 
 
-def _single(data: DataConfig, sequence: int) -> Corpus:
+def _single(data: DataConfig) -> Corpus:
     if data.source == "tokens":
-        corpus = stored(data)
-    elif data.source == "synthetic":
+        return stored(data)
+    if data.source == "synthetic":
         facts, write = synthetic(data)
-        corpus = _cached(data, facts, lambda folder, train, held: write(train, held))
-    else:
-        source = open_source(data)
-        corpus = _of_text(data, source, get_tokenizer(data, [source]))
-    _check_length(corpus, sequence, data.validation_fraction)
-    return corpus
+        return _cached(data, facts, lambda folder, train, held: write(train, held))
+    source = open_source(data)
+    return _of_text(data, source, get_tokenizer(data, [source]))
 
 
 def _of_text(data: DataConfig, source: Source, tokenizer: Tokenizer) -> Corpus:
@@ -168,23 +169,22 @@ def _write_sidecars(folder: Path, meta: dict, facts: dict) -> None:
         (folder / f"{side}.json").write_text(text + "\n")
 
 
-def _check_length(corpus: Corpus, sequence: int, fraction: float) -> None:
-    for side, tokens, change in (
-        ("training", corpus.train_tokens, "smaller"),
-        ("held-out", corpus.validation_tokens, "larger"),
-    ):
+def _check_length(corpus: Corpus, sequence: int, fraction: float, trains: bool) -> None:
+    sides = [("training", corpus.train_tokens, "smaller")] if trains else []
+    for side, tokens, change in (*sides, ("held-out", corpus.validation_tokens, "larger")):
         if tokens < sequence + 1:
+            remedy = f"more text, or a {change} data.validation_fraction (now {fraction})"
+            remedy = f"a smaller train.sequence, {remedy}" if fraction < 1 else "a smaller train.sequence, or more text"
             raise ValueError(
                 f"{corpus.description}: {tokens} {side} tokens are fewer than the {sequence + 1} that one sequence of"
-                f" train.sequence={sequence} needs: use a smaller train.sequence, more text, or a {change}"
-                f" data.validation_fraction (now {fraction})"
+                f" train.sequence={sequence} needs: use {remedy}"
             )
 
 
 # ---------------------------------------------------------------------------------------------- a mix
 
 
-def _mix(data: DataConfig, sequence: int) -> Corpus:
+def _mix(data: DataConfig) -> Corpus:
     """The corpora of the sources, with one tokenizer for all; a BPE is trained on all their text."""
     entries = mixed(data)
     sources = {number: open_source(part) for number, (_, part) in enumerate(entries) if part.source in TEXT_SOURCES}
@@ -195,7 +195,6 @@ def _mix(data: DataConfig, sequence: int) -> Corpus:
             parts.append(_of_text(part, sources[number], tokenizer))
         else:
             parts.append(stored(part))
-        _check_length(parts[-1], sequence, data.validation_fraction)
     _check_same_tokenizer(parts)
     weights = tuple(weight for weight, _ in entries)
     share = ", ".join(
