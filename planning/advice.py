@@ -1,33 +1,17 @@
-"""What a plan should warn of, each with what it costs, and the cheapest ways to make a layout fit. Imports no torch."""
+"""What a plan should warn of, each with what it costs. Imports no torch."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
 
 from conf.check import check
 from conf.schema import RootConfig
-from planning.balance import resolved_balance
-from planning.predict import needed_bytes, ranks_memory
-from planning.report import duration, gib
+from planning.remedies import changed
+from planning.report import duration
 from planning.stack import get_stack
-from planning.step import Layout, Step, step_time
+from planning.step import Step, step_time
 
 SMALL = 0.005  # a part of the step below which nobody needs a warning
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change under which the run fits, and what it does."""
-
-    overrides: str  # as one types it
-    needed_bytes: int  # planning.predict.needed_bytes
-    step_time_s: float
-    devices: float  # times as many
-
-    def describe(self, step_time_s: float) -> str:
-        more = f", {self.devices:.3g} x the devices" if self.devices > 1 else ""
-        return f"{self.overrides} ({gib(self.needed_bytes)}, step {self.step_time_s / step_time_s - 1:+.1%}{more})"
 
 
 def warnings(config: RootConfig, asked: str | list[int], step: Step, stack: str) -> list[str]:
@@ -36,77 +20,6 @@ def warnings(config: RootConfig, asked: str | list[int], step: Step, stack: str)
     found += [_imbalance(step), _uneven_rounds(config, asked, step, stack)]
     others = [warning for warning in check(config, here=False) if not warning.startswith("parallel.chunks=")]
     return [warning for warning in found if warning] + others
-
-
-def remedies(config: RootConfig, asked: str | list[int], stack: str, capacity: float) -> list[Remedy]:
-    """Single changes, and pairs where none is enough with the same devices, under which every rank fits; fewest
-    devices, then fastest, first. config: resolved; asked: its parallel.balance before that."""
-    singles = _changes(config)
-    found = _fitting(config, asked, stack, capacity, singles)
-    if all(remedy.devices > 1 for remedy in found):
-        singles = [change for change in singles if "parallel.stages" not in change]
-        pairs = [a | b for i, a in enumerate(singles) for b in singles[i + 1 :] if not set(a) & set(b)]
-        found += _fitting(config, asked, stack, capacity, pairs)
-    return sorted(found, key=lambda remedy: (remedy.devices, remedy.step_time_s))
-
-
-def _fitting(
-    config: RootConfig, asked: str | list[int], stack: str, capacity: float, changes: list[dict]
-) -> list[Remedy]:
-    found = []
-    for change in changes:
-        tried = changed(config, asked, change)
-        if tried is None:
-            continue
-        needed = needed_bytes(tried, ranks_memory(tried, Layout.of(tried)))
-        if needed <= capacity:
-            seconds = step_time(tried, get_stack(stack), explain=False).total
-            text = " ".join(f"{key}={_typed(value)}" for key, value in change.items())
-            devices = tried.parallel.stages / config.parallel.stages
-            found.append(Remedy(text, needed, seconds, devices))
-    return found
-
-
-def _typed(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
-
-
-def _changes(config: RootConfig) -> list[dict]:
-    """What could make a run fit, all with the same global batch."""
-    parallel = config.parallel
-    batch = {"train.global_batch": config.train.global_batch}  # left open it would follow the chunks
-    changes: list[dict] = [{"parallel.chunks": factor * parallel.chunks} | batch for factor in (2, 4)]
-    if parallel.checkpoint == "never":
-        changes.append({"parallel.checkpoint": "always"})
-    if parallel.tensor > 1 and not parallel.sequence_parallel:
-        changes.append({"parallel.sequence_parallel": True})
-    if parallel.data > 1 and parallel.shard == "none":
-        changes.append({"parallel.shard": "optimizer"})
-    if parallel.data > 1 and parallel.shard != "full":
-        changes.append({"parallel.shard": "full"})
-    if parallel.schedule in ("gpipe", "looped_bfs", "zb_h2"):
-        changes.append({"parallel.schedule": "1f1b", "parallel.interleave": 1})
-    if parallel.engine == "torch":
-        changes.append({"parallel.balance": "memory"})
-        p = parallel.stages
-        kept = {"parallel.chunks": parallel.chunks} | batch  # left open they would follow the stages
-        changes += [{"parallel.stages": stages} | kept for stages in sorted({p + 1, 2 * p, 4 * p})]
-    return changes
-
-
-def changed(config: RootConfig, asked: str | list[int], change: dict) -> RootConfig | None:
-    """The configuration with other values, cut anew as was asked; None where that cannot be."""
-    tried = deepcopy(config)
-    counted = not isinstance(asked, str) and {"parallel.stages", "parallel.interleave"} & set(change)
-    tried.parallel.balance = "auto" if counted else asked  # a list is for its own number of stages
-    for key, value in change.items():
-        group, name = key.split(".")
-        setattr(getattr(tried, group), name, value)
-    try:
-        check(tried, here=False)
-        return resolved_balance(tried)[0]
-    except ValueError:
-        return None
 
 
 def _cost(seconds: float, step: Step) -> str:

@@ -24,7 +24,8 @@ from planning import advice, report
 from planning.balance import resolved_balance
 from planning.calibrate import calibrated
 from planning.points import predict_table, rank_correlation, read_table
-from planning.predict import make_plan, needed_bytes
+from planning.predict import make_plan
+from planning.remedies import remedies
 from planning.stack import get_stack
 from planning.step import Step
 
@@ -93,11 +94,10 @@ def plan_of(typed: RootConfig, stack: str) -> tuple[RootConfig, dict]:
     step = Step(plan["step"], plan["predicted"]["bubble_fraction"])
     plan["split"] = certificate.to_dict()
     plan["warnings"] = advice.warnings(config, asked, step, stack)
-    plan["per_machine"] = config.hardware.device == "cpu"
     capacity = config.hardware.memory_bytes
     plan["remedies"] = []
-    if capacity and needed_bytes(config, plan["ranks"]) > capacity:
-        found = advice.remedies(config, asked, stack, capacity)
+    if capacity and plan["needed_bytes"] > capacity:
+        found = remedies(config, asked, stack, capacity)
         plan["remedies"] = [remedy.describe(step.total) for remedy in found]
     return config, plan
 

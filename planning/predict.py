@@ -108,9 +108,15 @@ def _one_stage(config: RootConfig) -> list[Action]:
 
 
 def needed_bytes(config: RootConfig, memory: list[dict]) -> int:
-    """What has to fit: on accelerators the fullest rank into one, on processors all ranks together into the machine."""
+    """What has to fit: on accelerators the fullest rank into one, on processors all ranks together into the machine,
+    those of every data and tensor rank too. memory: one a pipeline rank."""
     totals = [rank["total"] for rank in memory]
-    return sum(totals) if config.hardware.device == "cpu" else max(totals)
+    return config.parallel.data * config.parallel.tensor * sum(totals) if one_memory(config) else max(totals)
+
+
+def one_memory(config: RootConfig) -> bool:
+    """Whether all ranks share the machine's memory: processors, unless they only emulate accelerators."""
+    return config.hardware.device == "cpu" and not config.emulate.enabled
 
 
 def make_plan(config: RootConfig, stack: str = "torch") -> dict:
@@ -129,7 +135,9 @@ def make_plan(config: RootConfig, stack: str = "torch") -> dict:
         "parameters": num_parameters(describe(config.model)),
         "devices": num_devices(config),
         "ranks": [{"layers": held} | parts for held, parts in zip(names, memory, strict=True)],
+        "needed_bytes": needed_bytes(config, memory),
         "capacity_bytes": config.hardware.memory_bytes,
+        "per_machine": one_memory(config),
         "tokens_per_step": tokens,
         "run": {"steps": train.steps, "tokens": train.steps * tokens, "hours": hours},
         "stack": stack,

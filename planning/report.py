@@ -90,13 +90,15 @@ def _memory_table(plan: dict) -> str:
         [label, *row] for label, row in zip(labels, rows, strict=True)
     ]
     lines = [align(table, left=2)]
-    if capacity and plan["per_machine"]:
-        together = sum(held["total"] for held in plan["ranks"])
-        lines.append(f"together {gib(together)} of {gib(capacity)}: {_verdict(together, capacity)}")
-    elif capacity:
-        lines.append(f"fullest rank {gib(largest)} of {gib(capacity)}: {_verdict(largest, capacity)}")
+    needed = plan["needed_bytes"]
+    if capacity:
+        fullest = [held["total"] for held in plan["ranks"]].index(largest)
+        who = f"all {plan['devices']} processes together" if plan["per_machine"] else f"fullest, rank {fullest},"
+        lines.append(f"{who} {gib(needed)} of {gib(capacity)}: {_verdict(needed, capacity)}")
     if plan["remedies"]:
         lines += ["what fits, fewest devices and fastest first:"] + [f"  {remedy}" for remedy in plan["remedies"][:6]]
+    elif capacity and needed > capacity:
+        lines.append("no change of the layout was found that fits: take a smaller model, global batch or sequence")
     return "\n".join(lines)
 
 

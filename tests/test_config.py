@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from composing import CONF, composed, resolved
 from hydra import compose, initialize_config_dir
@@ -138,6 +140,8 @@ def test_every_hardware_figure_has_a_source(name):
     figures += ["network_bytes_per_s", "price_usd_per_hour"]
     for key in figures:
         assert (getattr(hardware, key) is not None) == (key in hardware.sources), key
+    for key, source in hardware.sources.items():
+        assert re.search(r"20\d\d-\d\d-\d\d$", source), f"{key} has no date: {source}"
     assert (hardware.price_usd_per_hour is None) == (hardware.price_date is None)
 
 

@@ -260,7 +260,8 @@ def test_under_torchrun_it_is_refused(monkeypatch):
 
 
 def test_a_figure_that_is_missing_is_named_before_a_rank_starts(cwd):
-    done = run(*TRAIN, "hardware=emulated_h200", "parallel.stages=10", "model.blocks=10", cwd=cwd)
+    unknown = ("hardware=emulated_h200", "hardware.network_bytes_per_s=null")
+    done = run(*TRAIN, *unknown, "parallel.stages=10", "model.blocks=10", cwd=cwd)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "no network_bytes_per_s" in done.stderr and "parallel.stages=10" in done.stderr
     assert not (cwd / "experiments").exists()

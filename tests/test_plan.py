@@ -10,6 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from composing import resolved
+
+from conf.check import check
+from planning.balance import resolved_balance
+from planning.predict import needed_bytes, num_devices, ranks_memory
+from planning.remedies import remedies
+from planning.stack import get_stack
+from planning.step import Layout, step_time
 
 ROOT = Path(__file__).parent.parent
 FLAGSHIP = ("model=gpt3_175b", "parallel=megatron_8x4x16", "hardware=a100_80gb")
@@ -70,14 +78,44 @@ def test_plans_are_never_overwritten(tmp_path):
 def test_what_does_not_fit_is_told_with_remedies(tmp_path):
     done = run_plan(tmp_path, "model=gpt_7b", "parallel=pp4", "hardware=p4d", "output=plan.json")
     assert done.returncode == 0 and "DOES NOT FIT" in done.stdout
-    assert "parallel.checkpoint=always" in done.stdout
+    assert "fullest, rank 0," in done.stdout and "parallel.checkpoint=always" in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert max(rank["total"] for rank in plan["ranks"]) > plan["capacity_bytes"]
+    assert max(rank["total"] for rank in plan["ranks"]) == plan["needed_bytes"] > plan["capacity_bytes"]
     assert plan["remedies"]
-    fits = run_plan(
-        tmp_path, "model=gpt_7b", "parallel=pp4", "hardware=p4d", *plan["remedies"][0].split(" (")[0].split()
-    )
-    assert "DOES NOT FIT" not in fits.stdout and "fits" in fits.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, devices",
+    [
+        ("model=gpt_7b parallel=pp4 hardware=p4d", 1),
+        ("model=gpt3_175b parallel.stages=8 parallel.chunks=8 hardware=a100_80gb", 8),  # of 2.8 TB, 64 x 80 GiB
+        ("model=gpt3_175b parallel=single hardware=a100_80gb", 64),
+        ("model=llama3_8b parallel=fsdp4 hardware=a100_40gb hardware.network_bytes_per_s=null", 1),
+        ("model=gpt_1b parallel=pp4 parallel.data=4 hardware=cpu hardware.memory_bytes=25000000000", 0.25),
+    ],
+)
+def test_every_remedy_does_what_it_says(arguments, devices):
+    """Typed after the command, it fits, with the memory, the devices and the step that were promised."""
+    given = resolved(*arguments.split())
+    config = resolved_balance(given)[0]
+    capacity = config.hardware.memory_bytes
+    assert needed_bytes(config, ranks_memory(config, Layout.of(config))) > capacity
+    found = remedies(config, given.parallel.balance, "torch", capacity)
+    assert found[0].devices == devices
+    assert [r.devices for r in found] == sorted(r.devices for r in found)
+    for remedy in found[:3]:
+        typed = resolved(*arguments.split(), *remedy.overrides.split())
+        check(typed, here=False)
+        typed = resolved_balance(typed)[0]
+        assert needed_bytes(typed, ranks_memory(typed, Layout.of(typed))) == remedy.needed_bytes <= capacity
+        assert num_devices(typed) == remedy.devices * num_devices(config)
+        assert typed.train.global_batch == config.train.global_batch
+        assert step_time(typed, get_stack("torch"), explain=False).total == pytest.approx(remedy.step_time_s)
+
+
+def test_where_nothing_fits_that_is_said(tmp_path):
+    done = run_plan(tmp_path, "model=gpt_7b", "parallel=pp4", "hardware=cpu", "hardware.memory_bytes=2000000000")
+    assert "all 4 processes together" in done.stdout and "no change of the layout was found that fits" in done.stdout
 
 
 def test_few_chunks_are_warned_of_with_their_cost(tmp_path):
@@ -93,7 +131,10 @@ def test_few_chunks_are_warned_of_with_their_cost(tmp_path):
             ["parallel.tensor=2", "hardware=a100_80gb", "hardware.link_bytes_per_s=null"],
             ["a100_80gb", "link_bytes_per_s"],
         ),
-        (["hardware=a100_40gb", "parallel.data=8"], ["a100_40gb", "network_bytes_per_s"]),
+        (
+            ["hardware=a100_40gb", "hardware.network_bytes_per_s=null", "parallel.data=8"],
+            ["a100_40gb", "network_bytes_per_s"],
+        ),
         (["hardware=cuda"], ["hardware=cuda", "peak_flops_bfloat16"]),
         (["hardware=p4d", "hardware.memory_efficiency=1.5"], ["hardware.memory_efficiency=1.5", "at most 1"]),
         (["parallel.tensor=3"], ["model.heads=4", "parallel.tensor=3", "2"]),

@@ -12,9 +12,9 @@ from models.describe import LayerSpec, describe, num_parameters
 from pipeline.partition import Certificate, split
 from pipeline.placement import num_ranks, placement_lines, ranks_of_stage, ranks_text
 from pipeline.schedule import bubble_ideal, make_schedule
-from planning.advice import remedies
 from planning.memory import elements, machine_memory_bytes, optimizer_elements
-from planning.predict import ranks_memory
+from planning.predict import needed_bytes, one_memory, ranks_memory
+from planning.remedies import remedies
 from planning.stack import get_stack
 from planning.step import Layout, step_time
 from training import manifest
@@ -46,17 +46,18 @@ def preflight(config: RootConfig, memory: list[dict]) -> None:
     fullest = totals.index(max(totals))
     parts = sorted(((size, name) for name, size in memory[fullest].items() if name != "total"), reverse=True)
     remedy = f"{word} {fullest} has {', '.join(f'{gib(size)} of {name}' for size, name in parts[:4])}; {remedy}"
-    if config.hardware.device == "cpu" and not config.emulate.enabled:
+    needed = needed_bytes(config, memory)
+    if one_memory(config):
         available = machine_memory_bytes()
         replicas = config.parallel.data * config.parallel.tensor
         if replicas > 1:
             each += f", {replicas} ranks of each"
-        if replicas * sum(totals) > available:
+        if needed > available:
             raise DoesNotFit(
-                f"the run would hold {gib(replicas * sum(totals))} of memory ({each}) and this machine has "
+                f"the run would hold {gib(needed)} of memory ({each}) and this machine has "
                 f"{gib(available)} free: {remedy}{_what_fits(config, available)}"
             )
-    elif config.hardware.memory_bytes and max(totals) > config.hardware.memory_bytes:
+    elif config.hardware.memory_bytes and needed > config.hardware.memory_bytes:
         device = f"{gib(config.hardware.memory_bytes)} of memory"
         raise DoesNotFit(
             f"the run would hold {each}, and each device has {device}: {remedy}"
