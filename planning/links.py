@@ -60,8 +60,15 @@ def links(hardware: HardwareConfig, parallel: ParallelConfig) -> Links:
         tensor=_group(hardware, t, 1, f"parallel.tensor={t}"),
         data=_group(hardware, d, t, f"parallel.data={d}"),
         stage=_group(hardware, p, t * d, f"parallel.stages={p}"),
-        ends=_group(hardware, min(p, 2), t * d * (p - 1), f"parallel.stages={p}"),
+        ends=_group(hardware, min(p, 2), _between_ends(hardware, p, t * d), f"parallel.stages={p}"),
     )
+
+
+def _between_ends(hardware: HardwareConfig, stages: int, stage: int) -> int:
+    """How far apart the first and the last stage, of `stage` ranks each, are to be taken: neighbours in one node, or
+    their distance, of which no node that is smaller than all stages holds both."""
+    node = hardware.devices_per_node
+    return 1 if node and stages * stage <= node else stage * (stages - 1)
 
 
 def _group(hardware: HardwareConfig, ranks: int, stride: int, needed_by: str) -> Group:

@@ -47,16 +47,29 @@ def test_rings_in_and_between_nodes():
 @pytest.mark.parametrize(
     "tensor, data, stages, expected",  # ranks in a node and nodes of the groups, nodes of eight
     [
-        (8, 4, 2, {"tensor": (8, 1), "data": (1, 4), "stage": (1, 2)}),
+        (8, 4, 2, {"tensor": (8, 1), "data": (1, 4), "stage": (1, 2), "ends": (1, 2)}),
         (2, 4, 2, {"tensor": (2, 1), "data": (4, 1), "stage": (1, 2)}),
         (2, 8, 1, {"tensor": (2, 1), "data": (4, 2), "stage": (1, 1)}),
         (16, 2, 1, {"tensor": (8, 2), "data": (1, 2), "stage": (1, 1)}),
-        (2, 1, 4, {"tensor": (2, 1), "data": (1, 1), "stage": (4, 1)}),
+        (2, 1, 4, {"tensor": (2, 1), "data": (1, 1), "stage": (4, 1), "ends": (2, 1)}),
+        (1, 1, 8, {"stage": (8, 1), "ends": (2, 1)}),  # the first and the last of a node's eight
+        (1, 1, 9, {"stage": (8, 2), "ends": (1, 2)}),
+        (3, 1, 3, {"stage": (2, 2), "ends": (1, 2)}),  # ranks 0, 1, 2 and 6, 7, 8: the third pair crosses
     ],
 )
 def test_placement_tensor_first_then_data_then_stages(tensor, data, stages, expected):
     groups = links(HardwareConfig(**hardware_file("p4de")), layout(stages=stages, tensor=tensor, data=data))
     assert {key: (getattr(groups, key).local, getattr(groups, key).nodes) for key in expected} == expected
+
+
+def test_stages_that_fill_one_node_need_no_network():
+    """Tied weights on stages 0 and 7 of a node of eight."""
+    lone = HardwareConfig(**(hardware_file("h200") | {"network_bytes_per_s": None}))
+    groups = links(lone, layout(stages=8))
+    reached = lone.link_bytes_per_s * lone.link_efficiency
+    assert groups.ends.all_reduce_s(1e9) == pytest.approx(1e9 / reached + 2 * lone.link_latency_s)
+    with pytest.raises(ValueError, match="network_bytes_per_s"):
+        links(lone, layout(stages=9))
 
 
 # ---- computing
