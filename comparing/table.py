@@ -107,14 +107,22 @@ def known_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def find_key(runs: Sequence[Run], typed: str) -> str:
-    """The key itself, or by its last part where one key has it ("stages"). ValueError names what was probably meant."""
+    """The key itself, or by its last part where one key has it ("stages"); where several have, as in the headings of
+    `short_names`, the layout's unless another of them differs between these runs. ValueError names what was probably
+    meant."""
     keys = known_keys(runs)
     if typed in keys:
         return typed
     by_end = [key for key in keys if key.rpartition(".")[2] == typed]
-    if len(by_end) == 1:
-        return by_end[0]
-    close = by_end or _close(typed, keys)
+    clear = by_end
+    if len(by_end) > 1:
+        others = [key for key in by_end if not key.startswith("parallel.")]
+        clear = [] if set(others) & set(differing(runs)) else [key for key in by_end if key not in others]
+    if len(clear) == 1:
+        return clear[0]
+    if by_end:
+        raise ValueError(f"{typed} is the last part of several keys, type one of them whole: {', '.join(by_end)}")
+    close = _close(typed, keys)
     known = "the keys are those of a run's resolved.json (parallel.chunks, or chunks) and result.json"
     advice = f"did you mean {', '.join(close)}?" if close else known
     raise ValueError(f"{typed} is no configuration key and no figure of these runs; {advice}")

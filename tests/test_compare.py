@@ -154,6 +154,22 @@ def test_an_unknown_key_names_only_what_is_spelt_like_it_and_values_are_in_order
     assert compare(tmp_path, "--where", "chunks=3", cwd=tmp_path).stderr.endswith("parallel.chunks is 1, 8, 16\n")
 
 
+def test_a_last_part_of_several_keys_is_the_layouts_or_is_refused_with_all_of_them(tmp_path):
+    for number, schedule in enumerate(("gpipe", "1f1b")):
+        run_folders.write_run(tmp_path / f"a_{schedule}", schedule=schedule, train__seed=number)
+    runs = reading.read_all(reading.find([tmp_path]))
+    assert table.render(runs).split()[0] == "schedule"
+    assert [run.name for run in table.where(runs, ["schedule=1f1b"])] == ["a_1f1b"]
+    with pytest.raises(ValueError, match="precision is the last part of several keys, .*: hardware.precision, train"):
+        table.find_key(runs, "precision")
+    run_folders.write_run(tmp_path / "b", schedule="1f1b", optimizer__schedule="constant")
+    runs = reading.read_all(reading.find([tmp_path]))
+    assert {"parallel.schedule", "optimizer.schedule"} <= set(table.render(runs).splitlines()[0].split())
+    with pytest.raises(ValueError, match="whole: parallel.schedule, optimizer.schedule$"):
+        table.where(runs, ["schedule=1f1b"])
+    assert [run.name for run in table.sort(runs, "optimizer.schedule")] == ["b", "a_1f1b", "a_gpipe"]
+
+
 def test_headings_have_the_group_where_the_last_word_does_not_say_it(tmp_path):
     for number, path in enumerate(("a.txt", "b.txt")):
         emulate = run_folders.config()["emulate"] | {"enabled": bool(number)}
