@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
     print(f"rows that were not fitted, mean of {SPLITS} splits: median and mean absolute error, signed mean")
     for name, figures in tables.items():
         print(f"  {name:32s}" + "  ".join(f"{statistics.mean(column):7.1%}" for column in zip(*figures, strict=True)))
-    print(f"  rank correlation {min(correlations):.4f} to {max(correlations):.4f}")
+    print(f"  rank correlation {statistics.mean(correlations):.4f} ({', '.join(f'{c:.4f}' for c in correlations)})")
     theta = model.fit(rows)
     print("fitted on all rows")
     for name, value in zip(model.names, np.exp(theta), strict=True):
