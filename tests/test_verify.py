@@ -17,6 +17,7 @@ from training.build import build_engine
 
 TOLERANCE = 1e-10
 CASE = cases.config(stages=2, chunks=4, dropout=0.1, accumulate=2, tied=True)
+CASE.data.cross_documents = False
 
 
 def _right(engine, rank, monkeypatch):
@@ -65,14 +66,23 @@ def _a_stale_receive_buffer(engine, rank, monkeypatch):
 
 
 def _targets_of_another_microbatch(engine, rank, monkeypatch):
+    if rank == 1:
+        _with_another_batch(engine, lambda b: replace(b, targets=b.targets.roll(engine.microbatch, dims=0)))
+
+
+def _documents_of_another_microbatch(engine, rank, monkeypatch):
+    if rank == 1:
+        _with_another_batch(engine, lambda b: replace(b, documents=b.documents.roll(engine.microbatch, dims=0)))
+
+
+def _attention_across_documents_in_one_stage(engine, rank, monkeypatch):
+    if rank == 1:
+        _with_another_batch(engine, lambda batch: replace(batch, documents=None))
+
+
+def _with_another_batch(engine, change):
     step = engine.step
-
-    def rolled(batch, scale, **options):
-        if batch.targets is not None:
-            batch = replace(batch, targets=batch.targets.roll(engine.microbatch, dims=0))
-        return step(batch, scale, **options)
-
-    engine.step = rolled
+    engine.step = lambda batch, scale, **options: step(change(batch), scale, **options)
 
 
 FAULTS = [
@@ -83,6 +93,8 @@ FAULTS = [
     _the_same_seed_on_each_stage,
     _a_stale_receive_buffer,
     _targets_of_another_microbatch,
+    _documents_of_another_microbatch,
+    _attention_across_documents_in_one_stage,
 ]
 
 
@@ -120,6 +132,32 @@ def test_the_loss_looks_fine_where_only_gradients_are_wrong(reports):
         assert reports[fault].loss_error < TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_the_reference_is_that_of_documents_which_are_alone(family):
+    """Blocks know no positions but distances: each document goes through them by itself."""
+    case = cases.config(family=family, engine="single", stages=1)
+    case.data.cross_documents = False
+    batch = parity.batch_of(case)
+    layers = parity.models.build(case.model, seed=case.train.seed, dtype=torch.float64)
+    if case.model.tied:
+        dict(layers)["head"].weight = dict(layers)["embedding"].token.weight
+    x = layers[0][1](batch.inputs)
+    for row, documents in zip(x.detach(), batch.documents, strict=True):
+        lengths = documents.unique_consecutive(return_counts=True)[1].tolist()
+        assert len(lengths) > 1
+        for part in row.split(lengths):  # views: written in place
+            whole = part[None]
+            for _, module in layers[1:-2]:
+                whole = module(whole)
+            part.copy_(whole[0].detach())
+    for _, module in layers[-2:]:
+        x = module(x)
+    loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), batch.targets.flatten())
+    assert parity.reference(case).loss == pytest.approx(float(loss.detach()), rel=1e-13)
+    plain = cases.config(family=family, engine="single", stages=1)
+    assert parity.reference(plain).loss != pytest.approx(float(loss.detach()), rel=1e-6)
+
+
 def test_a_missing_layer_and_a_layer_held_twice_are_infinitely_wrong():
     expected = parity.reference(CASE)
     single = replace(CASE, parallel=replace(CASE.parallel, engine="single", stages=1))
@@ -149,8 +187,8 @@ def test_the_command_says_right_and_leaves_nothing():
 
 
 def test_the_command_exits_with_1_beyond_the_tolerance():
-    done = _verify("parallel=single", "verify.tolerance=1e-20", *SMALL)
-    assert done.returncode == 1
+    done = _verify("parallel=single", "verify.tolerance=1e-20", "data.cross_documents=false", *SMALL)
+    assert done.returncode == 1 and "8 random sequences of 8 tokens, attention inside documents; " in done.stdout
     assert done.stdout.strip().splitlines()[-1].startswith("WRONG: ")
 
 

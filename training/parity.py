@@ -40,7 +40,7 @@ from training.parts import whole
 from training.record import write_result
 
 LEARNING_RATE = 0.1  # of the one step of plain SGD; any value that moves the weights would do
-REFERENCE_TOKENS = 8192  # the reference takes the batch in slices of at most this many tokens: its memory is bounded
+REFERENCE_TOKENS = 8192  # the reference takes the batch in slices of about this many tokens: its memory is bounded
 
 
 @dataclass
@@ -53,13 +53,19 @@ class Measured:
     weights: dict[str, Tensor]  # after the step, canonical names
 
 
-def batch_of(config: RootConfig) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random inputs and targets [N, T], independent of each other: no wrong pairing can hide. And dropout keys [N]."""
+def batch_of(config: RootConfig) -> Batch:
+    """Random inputs and targets [N, T], independent of each other: no wrong pairing can hide. Dropout keys [N]; and
+    where attention stays inside documents, those of each sequence [N, T]."""
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = (2, config.train.global_batch, config.train.sequence)
     inputs, targets = torch.randint(0, config.model.vocabulary, shape, generator=generator)
     keys = sample_keys(config.train.seed, 0, torch.arange(len(inputs))) if config.model.dropout else None
-    return inputs, targets, keys
+    documents = None
+    if not config.data.cross_documents:  # about five a sequence, with ends of its own, and one in the middle of each
+        ends = torch.rand(inputs.shape, generator=generator) < min(0.5, 4 / config.train.sequence)
+        ends[:, (config.train.sequence - 1) // 2] = True
+        documents = ends.cumsum(1) - ends.long()
+    return Batch(inputs, targets, keys, documents)
 
 
 def measure(
@@ -77,19 +83,13 @@ def measure(
     engine = engine or build_engine(config, rank=rank, device=torch.device("cpu"), group=group, mesh=mesh)
     where = place(rank, config.parallel)
     try:
-        inputs, targets, keys = batch_of(config)
-        flush = len(inputs) // config.train.accumulate
-        part = flush // config.parallel.data
-        loss = 0.0
-        for start in range(0, len(inputs), flush):
-            first = start + where.data * part
-            rows = slice(first, first + part)
-            batch = Batch(
-                inputs[rows] if engine.needs_inputs else None,
-                targets[rows] if engine.needs_targets else None,
-                None if keys is None else keys[rows],
-            )
-            loss += float(engine.step(batch, 1.0 / inputs.numel(), last=start + flush == len(inputs)))
+        batch, data = batch_of(config), config.parallel.data
+        loss, scale = 0.0, 1.0 / batch.inputs.numel()
+        flushes = batch.chunk(config.train.accumulate * data)[where.data :: data]
+        for number, flush in enumerate(flushes, 1):
+            flush.inputs = flush.inputs if engine.needs_inputs else None
+            flush.targets = flush.targets if engine.needs_targets else None
+            loss += float(engine.step(flush, scale, last=number == len(flushes)))
         engine.sum_tied_gradients()
         norm = global_norm(engine.parameters, canonical_order(describe(config.model)), engine.tied, group, where)
         gradients = {name: whole(parameter.grad).clone() for name, parameter in engine.parameters.items()}
@@ -112,15 +112,15 @@ def reference(config: RootConfig) -> Measured:
         for copy, owner in layer.tied.items():
             setattr(modules[layer.name], copy.removeprefix(f"{layer.name}."), parameters[owner])
             del parameters[copy]
-    inputs, targets, keys = batch_of(config)
-    loss, size = 0.0, max(1, REFERENCE_TOKENS // config.train.sequence)
-    for start in range(0, len(inputs), size):
-        x, key = inputs[start : start + size], None if keys is None else keys[start : start + size]
+    batch = batch_of(config)
+    loss, scale = 0.0, 1.0 / batch.inputs.numel()
+    for piece in batch.chunk(min(len(batch.inputs), -(-batch.inputs.numel() // REFERENCE_TOKENS))):
+        x = piece.inputs
         for _, module in layers:
-            x = module(x, key)
-        part = fn.cross_entropy(x.flatten(0, 1), targets[start : start + size].flatten(), reduction="sum")
-        (part / inputs.numel()).backward()
-        loss += float(part.detach()) / inputs.numel()
+            x = module(x, piece.keys, piece.documents)
+        part = fn.cross_entropy(x.flatten(0, 1), piece.targets.flatten(), reduction="sum")
+        (part * scale).backward()
+        loss += float(part.detach()) * scale
     gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
     if config.optimizer.clip_norm is not None:
@@ -198,7 +198,8 @@ def main(folder: Path) -> None:
 
 def _report(config: RootConfig, folder: Path, needed: int, expected: dict[str, Measured]) -> Report:
     """`expected` keeps the last reference: cases that differ only in how they are run share it."""
-    key = repr((config.model, config.train.global_batch, config.train.sequence, config.train.seed, config.optimizer))
+    train, documents = config.train, config.data.cross_documents
+    key = repr((config.model, train.global_batch, train.sequence, train.seed, config.optimizer, documents))
     if key not in expected:
         expected.clear()
         expected[key] = reference(config)

@@ -219,11 +219,19 @@ def _heading(cases: list[RootConfig], options: VerifyConfig) -> str:
     config = cases[0]
     train, model = config.train, config.model
     if options.all:
-        return f"{len(cases)} cases, {model.name} with width {model.hidden} and {model.blocks} blocks, float64"
+        what = f"width {model.hidden} and {model.blocks} blocks, float64{_documents(config)}"
+        return f"{len(cases)} cases, {model.name} with {what}"
     return (
         f"{_label(config)}\n{model.name}: {num_parameters(describe(model)):,} parameters, float64, "
-        f"{train.global_batch} random sequences of {train.sequence} tokens; reference: one process, plain autograd"
+        f"{train.global_batch} random sequences of {train.sequence} tokens{_documents(config)}; "
+        "reference: one process, plain autograd"
     )
+
+
+def _documents(config: RootConfig) -> str:
+    if config.data.cross_documents or config.model.family == "mlp":  # which has no attention
+        return ""
+    return ", attention inside documents"
 
 
 def _label(config: RootConfig) -> str:

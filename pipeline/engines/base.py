@@ -29,7 +29,7 @@ class Batch:
     documents: Tensor | None = None  # document of each token, int64 [N, T]: every rank; None = attention may cross them
 
     def chunk(self, chunks: int) -> list[Batch]:
-        """Equal micro-batches, in order; N must be divisible by `chunks`."""
+        """Micro-batches in order, equal where `chunks` divides N."""
         whole = (self.inputs, self.targets, self.keys, self.documents)
         pieces = [[None] * chunks if tensor is None else tensor.tensor_split(chunks) for tensor in whole]
         return [Batch(*piece) for piece in zip(*pieces, strict=True)]
