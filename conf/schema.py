@@ -157,7 +157,8 @@ class TrainConfig:
     checkpoint_every: Optional[int] = None  # steps; null = by hardware (cpu: at the end and at a stop only); 0 = never
     keep_checkpoints: int = 2  # the newest complete ones; older ones are deleted
     max_restarts: int = 0  # times that all ranks start again from the newest checkpoint after one has died
-    stall_timeout_s: float = 600.0  # a rank that waits longer than this for another ends the run, seconds
+    # a rank that waits longer than this for another ends the run, seconds; emulated: longer than this and the plan says
+    stall_timeout_s: float = 600.0
     nonfinite: str = "stop"  # a loss or gradient that is not finite: stop | skip (skips the step and counts it)
 
 

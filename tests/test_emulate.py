@@ -22,7 +22,7 @@ from planning.stack import get_stack
 from planning.step import step_time
 from ranks import run_ranks
 from training.command import EXIT_STOPPED
-from training.emulate import hardware, scaled
+from training.emulate import hardware, longest_wait_s, scaled
 from training.record import read_result
 from training.watch import read
 
@@ -137,6 +137,22 @@ def test_what_is_planted_is_there_and_time_is_stretched():
     assert [emulated.host(rank) for rank in range(4)] == [0.75, 0, 0, 0]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_longest_wait_is_a_step_with_what_is_planted(schedule):
+    overrides = ["model=gpt_7b", "parallel=pp4", f"parallel.schedule={schedule}", "train.accumulate=2"]
+    config, times = planned(*overrides, "emulate.time_scale=3")
+    step_s = step_time(config, get_stack("torch")).total
+    assert longest_wait_s(config, times) == pytest.approx(3 * step_s, rel=1e-9)
+    flushes, chunks = 2, config.parallel.chunks
+    ends_s = 3 * (times.reduction_s + times.optimizer_s)
+    config.emulate.jitter = 0.1
+    assert longest_wait_s(config, times) > 1.3 * (3 * step_s - ends_s)  # five times it; messages do not jitter
+    config.emulate.jitter, config.emulate.slow_host, config.emulate.slow_host_s = 0.0, 1, 10.0
+    actions = chunks * (3 if schedule == "zb_h1" else 2)
+    hosts_s = 3 * flushes * actions * 10.0
+    assert hosts_s < longest_wait_s(config, times) < 3 * step_s + hosts_s
+
+
 def test_figures_in_the_emulated_seconds():
     figures = {"step_time_s": 6.0, "tokens_per_s": 10.0, "steps": 3, "time": {"compute_s": [3.0, 1.5]}, "loss": 2.0}
     expected = {"step_time_s": 2.0, "tokens_per_s": 30.0, "steps": 3, "time": {"compute_s": [1.0, 0.5]}, "loss": 2.0}
@@ -155,8 +171,11 @@ def cwd(tmp_path):
 
 
 def test_a_run_is_marked_and_learns_nothing(cwd):
-    done = run(*TRAIN, *SHORT, "parallel.chunks=4", "train.global_batch=8", "model.blocks=16", cwd=cwd, timeout=120)
+    limit = "train.stall_timeout_s=0.1"  # far below a step: planned waits are no stall
+    batch = ["parallel.chunks=4", "train.global_batch=8", "emulate.time_scale=3"]
+    done = run(*TRAIN, *SHORT, *batch, "model.blocks=16", limit, cwd=cwd, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "s by this machine's clock: train.stall_timeout_s=0.1 counts beyond it" in done.stdout
     assert "EMULATED by 2 processes" in done.stdout and "completed (emulated): experiments/runs/" in done.stdout
     assert "loss" not in done.stdout
     (run_dir,) = (cwd / "experiments" / "runs").iterdir()

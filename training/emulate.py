@@ -25,7 +25,9 @@ from models.describe import model_flops_per_token
 from pipeline.action import Action
 from pipeline.engines.emulated import CREDIT_S, EmulatedEngine, Hardware
 from pipeline.schedule import make_schedule
+from pipeline.simulate import simulate
 from pipeline.spans import OPTIMIZER, REDUCE, Timing
+from planning import report
 from planning.durations import Durations
 from planning.predict import num_devices
 from training import imbalance, launch
@@ -36,6 +38,8 @@ from training.ranks import Ranks
 from training.record import Recorder
 
 LONG_S = 1.0  # of this machine: a wait at a step's end that can be cut
+LONGEST_S = 1e8  # of this machine: what torch and the kernel take as a time limit; three years
+JITTER = 5  # standard deviations that no action is likely to be beyond
 
 
 def run(config: RootConfig, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) -> None:
@@ -63,6 +67,48 @@ def run(config: RootConfig, run_dir: Path, ranks: Ranks, stop: launch.StopFlag) 
         if recorder is not None:
             recorder.close()
         trainer.engine.close()
+
+
+def stall_timeout_s(config: RootConfig, run_dir: Path, *, says: bool) -> float:
+    """How long a rank waits for another until the run is taken for stalled, seconds of this machine: what is planned,
+    and train.stall_timeout_s beyond it. says: print it where the plan alone is longer."""
+    limit, planned = config.train.stall_timeout_s, longest_wait_s(config, Durations(**read_plan(run_dir)["durations"]))
+    if says and planned > limit:
+        print(
+            f"a rank may wait for another through a step of {report.duration(planned)} by this machine's clock: "
+            f"train.stall_timeout_s={limit:g} counts beyond it",
+            flush=True,
+        )
+    return min(limit + planned, LONGEST_S)
+
+
+def longest_wait_s(config: RootConfig, planned: Durations) -> float:
+    """What no wait for another rank is longer than as long as all goes as planned: a step with what `config.emulate`
+    plants, seconds of this machine. Every link counts as the slowest."""
+    parallel, emulated = config.parallel, hardware(config, planned)
+    schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
+    links = [pair for rank in range(parallel.stages - 1) for pair in ((rank, rank + 1), (rank + 1, rank))] or [(0, 0)]
+
+    def of(kind: str) -> list[list[float]]:
+        return [
+            [
+                emulated.duration(Action(stage, kind, chunk)) * (1 + JITTER * emulated.jitter) + emulated.host(rank)
+                for chunk in range(parallel.chunks)
+            ]
+            for stage, rank in enumerate(schedule.rank_of)
+        ]
+
+    flush = simulate(
+        schedule,
+        forward=of("F"),
+        backward=of("B"),
+        backward_input=of("I"),
+        backward_weight=of("W"),
+        transfer_s=max(emulated.transfer(*pair) for pair in links),
+        transfer_latency_s=max(emulated.latency(*pair) for pair in links),
+    )
+    ends_s = (planned.reduction_s + planned.optimizer_s) * config.emulate.time_scale
+    return config.train.accumulate * flush.makespan + ends_s
 
 
 def hardware(config: RootConfig, planned: Durations) -> Hardware:

@@ -52,6 +52,10 @@ def main(run_dir: str | None) -> None:
         if world == 1 and config.parallel.engine == "torch":
             store = dist.HashStore()  # torch's stages want a group, also of one
         timeout_s = config.train.stall_timeout_s
+        if config.emulate.enabled:
+            from training import emulate
+
+            timeout_s = emulate.stall_timeout_s(config, Path(run_dir), says=rank == 0)
         device = "cpu" if config.emulate.enabled else config.hardware.device
         ranks = start(device, store, rank, world, timeout_s + WATCHDOG_FIRST_S)
         if world > 1:
@@ -59,8 +63,6 @@ def main(run_dir: str | None) -> None:
             Watchdog(ranks.board, Path(run_dir), world, timeout_s, lambda error: launch.end(run_dir, rank, error))
         try:
             if config.emulate.enabled:
-                from training import emulate
-
                 emulate.run(config, Path(run_dir), ranks, stop)
             elif config.evaluate is not None:
                 held_out.run(config, corpus, Path(run_dir), ranks, lambda: stop.requested)
