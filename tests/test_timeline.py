@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipeline.engines.clock import Clock
 from pipeline.engines.emulated import CREDIT_S, EmulatedEngine, Hardware
 from pipeline.schedule import Action, make_schedule
 from pipeline.simulate import simulate
-from pipeline.spans import DATA, RankStep, Span
+from pipeline.spans import DATA, RankStep, Span, Timing
 from ranks import run_ranks
 from training import clocks, spent
 from training.build import build_engine
@@ -154,6 +155,35 @@ def test_engines_of_one_process(engine, tmp_path):
     else:
         assert names == ["flush"] and "no bubble is measured" in note
         assert set(figures) == {"data_wait_s"}, "what cannot be known is not written"
+
+
+@pytest.mark.parametrize("ends", [None, RuntimeError("a rank died")])
+def test_a_long_list_of_steps_is_written_a_few_times_and_is_there_however_the_run_ends(ends, tmp_path, monkeypatch):
+    case = cases.config(engine="single", stages=1, chunks=1, blocks=1)
+    case.train.log_every, case.train.trace, case.train.steps = 1, list(range(1, 101)), 100
+    built = build_engine(case, rank=0, device=torch.device("cpu"))
+    step = RankStep(0.0, 2.0, [Timing(Action(0, "F", 0), 0.0, 1.0), Timing(Action(0, "B", 0), 1.0, 2.0)], [])
+    monkeypatch.setattr(Tracer, "_draw", lambda self: None)
+    path, sizes = tmp_path / "timeline.json", []
+
+    def steps_there() -> int:
+        return len(
+            {event["args"]["step"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"}
+        )
+
+    with (
+        contextlib.suppress(RuntimeError),
+        Tracer(case, built, Ranks(0, 1, 0, torch.device("cpu")), SimpleNamespace(run_dir=tmp_path), 0) as tracer,
+    ):
+        for number in range(1, 101):
+            tracer.after_step(number, step)
+            sizes.append(path.stat().st_size)
+            assert 2 * steps_there() > number  # what a kill would leave
+            if ends is not None and number == 77:
+                raise ends
+    assert steps_there() == (100 if ends is None else 77)
+    assert len(set(sizes)) == (8 if ends is None else 7)  # 1, 2, 4 … 64, and 100
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # --- clocks ---

@@ -220,33 +220,33 @@ def train(trainer: Trainer, recorder, checkpoints: Checkpoints, start: Position)
     """
     config, ranks = trainer.config, trainer.ranks
     progress = _progress(config, start) if ranks.rank == 0 else None
-    tracer = Tracer(config, trainer.engine, ranks, recorder, start.step)
     done, skipped, reason, validated = start.step, start.skipped, None, {}
     if not start.validated and _validation_due(config, done):
         validated = _validate(trainer, recorder, progress, done)
-    while done < config.train.steps:
-        begin = time.perf_counter()
-        trainer.engine.clock.begin()
-        faults.before_step(config.fault, ranks.rank, done + 1, checkpoints.run_dir)
-        outcome = trainer.step(done)
-        reason = "signal" if outcome.stop else "max_minutes" if outcome.out_of_time else None
-        if outcome.cut:
-            break
-        seconds = time.perf_counter() - begin
-        measured = trainer.engine.clock.end()
-        trainer.watch.after_step(measured.timings)
-        done, skipped = done + 1, skipped + outcome.skipped
-        spent = tracer.after_step(done, measured)
-        if progress is not None:
-            recorder.step(_metrics(trainer, done, outcome, seconds, skipped) | spent)
-            progress.step(done, outcome.loss, outcome.learning_rate, trainer.tokens_per_step / seconds, seconds)
-        if reason is not None:
-            break
-        if _validation_due(config, done):
-            validated = _validate(trainer, recorder, progress, done)
-        if checkpoints.due(done) and done < config.train.steps:
-            checkpoints.save(Position(done, skipped), wait=False)
-        checkpoints.poll()
+    with Tracer(config, trainer.engine, ranks, recorder, start.step) as tracer:
+        while done < config.train.steps:
+            begin = time.perf_counter()
+            trainer.engine.clock.begin()
+            faults.before_step(config.fault, ranks.rank, done + 1, checkpoints.run_dir)
+            outcome = trainer.step(done)
+            reason = "signal" if outcome.stop else "max_minutes" if outcome.out_of_time else None
+            if outcome.cut:
+                break
+            seconds = time.perf_counter() - begin
+            measured = trainer.engine.clock.end()
+            trainer.watch.after_step(measured.timings)
+            done, skipped = done + 1, skipped + outcome.skipped
+            spent = tracer.after_step(done, measured)
+            if progress is not None:
+                recorder.step(_metrics(trainer, done, outcome, seconds, skipped) | spent)
+                progress.step(done, outcome.loss, outcome.learning_rate, trainer.tokens_per_step / seconds, seconds)
+            if reason is not None:
+                break
+            if _validation_due(config, done):
+                validated = _validate(trainer, recorder, progress, done)
+            if checkpoints.due(done) and done < config.train.steps:
+                checkpoints.save(Position(done, skipped), wait=False)
+            checkpoints.poll()
     if progress is not None:
         progress.close()
     checkpoints.save(Position(done, skipped, validated=False), wait=True)

@@ -2,7 +2,8 @@
 
     metrics.jsonl   of a logged step: `time` (pipeline/bubble.py's parts, one number a rank), `where`, `data_wait_s`,
                     `bubble_fraction`, `bubble_fraction_ideal`, `bubble_fraction_simulated`
-    timeline.json   every action of the steps of train.trace; opens in Perfetto (pipeline/trace.py)
+    timeline.json   every action of the steps of train.trace; opens in Perfetto (pipeline/trace.py). Replaced whole at
+                    the 1st, 2nd, 4th, 8th … of them, and however the run ends: a kill leaves half of them or more
     timeline.png    one of them, drawn above the predicted step
 
 Only rank 0's pipeline is gathered; its replicas, if there are any, do the same. All ranks of it call `after_step`, once
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -58,10 +58,18 @@ class Tracer:
         self.unit = config.emulate.time_scale if config.emulate.enabled else 1.0  # seconds in one of those shown
         self.seen: list[tuple[int, list[RankStep], Explanation | None]] = []  # the steps kept so far
         self.events: list[dict] = []
+        self.unwritten = False  # whether timeline.json lacks some of them
         if ranks.device.type == "cuda":
             from pipeline.engines.cuda_stamps import CudaStamps
 
             engine.clock.stamps = CudaStamps()
+
+    def __enter__(self) -> Tracer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """No further step: also after an exception timeline.json has what was kept."""
+        self._write()
 
     def after_step(self, step: int, measured: RankStep) -> dict:
         """Of step number `step` (from 1): what its record in metrics.jsonl gets on rank 0, empty on other ranks and
@@ -110,17 +118,29 @@ class Tracer:
         return figures
 
     def _keep(self, step: int, steps: list[RankStep], explanation: Explanation | None) -> None:
-        """Adds the step to timeline.json; the last one that is kept also draws timeline.png."""
+        """Adds the step to those of timeline.json; the last one that is kept also draws timeline.png."""
         steps = [rank.scaled(1 / self.unit) for rank in steps]
         self.seen.append((step, steps, explanation))
+        self.unwritten = True
         if not self.events:
             self.events = trace.names(f"{self.config.model.name} {self.config.parallel.name}", len(steps))
         origin_s = min(rank.begin_s for rank in self.seen[0][1])
         self.events += trace.events(step, self.schedule, steps, origin_s)
-        text = json.dumps(trace.document(self.events, self._about()), separators=(",", ":"))
-        _write(self.recorder.run_dir / "timeline.json", text)
+        count = len(self.seen)
+        if count & (count - 1) == 0 or step == max(self.kept):  # a long list is written a few times, not at each step
+            self._write()
         if step == max(self.kept):
             self._draw()
+
+    def _write(self) -> None:
+        """timeline.json with all steps so far, whole or not at all; nothing where it has them."""
+        if not self.unwritten:
+            return
+        self.unwritten = False
+        text = json.dumps(trace.document(self.events, self._about()), separators=(",", ":"))
+        partial = self.recorder.run_dir / f"timeline.json.{os.getpid()}.tmp"
+        partial.write_text(text)
+        os.replace(partial, self.recorder.run_dir / "timeline.json")
 
     def close(self) -> str | None:
         """Draws what was kept of a run that ended before all of it was; what is to be said of the measured bubble."""
@@ -218,9 +238,3 @@ def _pipeline_of_rank_0(engine: Engine, ranks: Ranks) -> tuple[dist.ProcessGroup
     members = [dist.get_process_group_ranks(engine.group)]
     dist.broadcast_object_list(members, src=0, device=ranks.device)
     return dist.new_group(members[0], backend="gloo"), members[0]
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(text)
-    os.replace(partial, path)
