@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 
 from conf.check_data import check_data, check_data_values, tokenizer_vocabulary
+from conf.checkpointing import check_selective, split_recomputation
 from conf.device import find_device
 from conf.emulation import check_emulation
 from conf.schema import ModelConfig, ParallelConfig, RootConfig
@@ -100,7 +101,7 @@ def check(config: RootConfig, *, here: bool = True) -> list[str]:
         _check_whole_matrices(config)
     check_emulation(config, here=here)
     if here and not config.emulate.enabled:
-        _check_selective(config.parallel)
+        check_selective(config.parallel)
         check_data(config.data)
         _check_device(config)
     return list(_warnings(config))
@@ -302,15 +303,6 @@ def _check_whole_matrices(config: RootConfig) -> None:
             )
 
 
-def _check_selective(parallel: ParallelConfig) -> None:
-    """What plan.py plans and train.py has no use for."""
-    if parallel.checkpoint == "selective":
-        raise ValueError(
-            "train.py does not run parallel.checkpoint=selective, and has no need to: its attention is fused and keeps "
-            "no scores; plan.py plans it; train with never, except_last or always"
-        )
-
-
 def _check_balance(balance: object, model_stages: int, blocks: int, layers: int) -> None:
     """A list that sums to the number of blocks counts blocks; one that sums to all layers is literal."""
     if not isinstance(balance, list) or not all(type(part) is int for part in balance):
@@ -384,14 +376,7 @@ def _warnings(config: RootConfig) -> Iterable[str]:
             f"parallel.chunks={m} is less than 4 x parallel.stages={p}: an ideal bubble of {now:.1%} of the step, "
             f"{usual:.1%} with parallel.chunks={4 * p}"
         )
-    if parallel.engine == "torch" and parallel.checkpoint != "never":
-        from pipeline.schedule import make_schedule
-
-        if make_schedule(parallel.schedule, p, m, parallel.interleave).splits_backward:
-            yield (  # measured: benchmarks/planner/README.md
-                f"parallel.checkpoint={parallel.checkpoint} saves no memory with parallel.schedule="
-                f"{parallel.schedule}: torch recomputes a block again for each part of a backward in two, and keeps it "
-                "all; use parallel.checkpoint=never, or a schedule with whole backwards such as 1f1b"
-            )
+    if (costly := split_recomputation(config)) is not None:
+        yield costly
     if config.train.precision == "bfloat16" and hardware.peak_flops_float32 and not hardware.peak_flops_bfloat16:
         yield f"train.precision=bfloat16 may be emulated on hardware={hardware.name}, many times slower than float32"

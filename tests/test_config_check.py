@@ -14,6 +14,10 @@ import conf.check
 from conf.check import check, nearest_batches
 from conf.device import Device
 from conf.schema import from_dict, to_dict
+from planning import advice
+from planning.balance import resolved_balance
+from planning.stack import get_stack
+from planning.step import step_time
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +168,11 @@ def test_muon_is_evaluated_in_any_layout():
 
 def test_checkpointing_that_saves_nothing_is_said():
     (warning,) = check(resolved("parallel.schedule=zb_h1", "parallel.checkpoint=always"))
-    assert "parallel.checkpoint=always saves no memory with parallel.schedule=zb_h1" in warning
+    assert "parallel.checkpoint=always saves no memory with parallel.schedule=zb_h1 and costs time" in warning
+    # 2 norms and 4 products, and once for I; a step without is 3 forwards: F, I, W
+    assert "up to 7 times again" in warning and "3.3 x the arithmetic" in warning
+    planned = resolved_balance(resolved("parallel.schedule=zb_h1", "parallel.checkpoint=always"))[0]
+    assert warning in advice.warnings(planned, "auto", step_time(planned, get_stack("torch")), "torch")
     assert check(resolved("parallel.schedule=zb_h1")) == check(resolved("parallel.checkpoint=always")) == []
 
 

@@ -8,10 +8,12 @@ import torch
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import cases
+from conf.checkpointing import forwards_again
 from pipeline.engines import torch_runtime
 from pipeline.engines.base import Batch
 from pipeline.schedule import Action, make_schedule
 from ranks import run_ranks
+from training.build import build_engine
 
 
 def _parameters(function) -> list[str]:
@@ -55,8 +57,6 @@ def test_torch_reads_our_text_of_an_action():
 
 
 def _executed(rank: int, world: int, case) -> list[str]:
-    from training.build import build_engine
-
     engine = build_engine(case, rank=rank, device=torch.device("cpu"))
     inputs, targets = cases.tokens(case.train.global_batch)
     engine.clock.begin()
@@ -74,6 +74,35 @@ def _executed(rank: int, world: int, case) -> list[str]:
             assert timing.end_s <= timing.sent_s <= timing.handed_s
     assert all(a.end_s <= b.start_s for a, b in zip(timings, timings[1:], strict=False))
     return [str(timing.action) for timing in timings]
+
+
+def _forwards(rank: int, world: int, listed: list) -> list[float]:
+    """Of each case, how often the forward of each of this rank's blocks runs for a micro-batch."""
+    counts = []
+    for case in listed:
+        engine = build_engine(case, rank=rank, device=torch.device("cpu"))
+        inputs, targets = cases.tokens(case.train.global_batch)
+        ran = []
+        blocks = [
+            layer for stage in engine.stages.values() for layer in stage.layers if type(layer).__name__ == "Block"
+        ]
+        hooks = [block.register_forward_pre_hook(lambda *_, ran=ran: ran.append(1)) for block in blocks]
+        batch = Batch(inputs if engine.needs_inputs else None, targets if engine.needs_targets else None)
+        engine.step(batch, 1.0)
+        counts.append(len(ran) / len(blocks) / engine.chunks)
+        for hook in hooks:
+            hook.remove()
+    return counts
+
+
+def test_what_a_backward_in_two_parts_recomputes():
+    """What the warning says of it (conf/checkpointing.py) and plan.py does not count."""
+    kinds = [("gpt", 1, 7), ("gpt", 2, 13), ("llama", 1, 10), ("mlp", 1, 2)]
+    listed = [cases.config(stages=2, schedule="zb_h1", checkpoint="always", family=f, interval=i) for f, i, _ in kinds]
+    assert [forwards_again(case) for case in listed] == [again for *_, again in kinds]
+    first, last = run_ranks(_forwards, 2, listed)
+    assert last == [1 + again for *_, again in kinds]
+    assert first == [2.0] * len(kinds)
 
 
 def test_what_runs_is_the_very_list():
