@@ -15,8 +15,6 @@ from planning.activations import rank_activation_bytes, tensor_elements
 # What a rank's process holds before it builds its model, with torch.distributed up: its proportional share (PSS) was
 # 258, 248 and 237 MiB with 1, 2 and 4 ranks (torch 2.13, CPU); a CUDA context lies outside what is counted here
 RUNTIME_BYTES = 250 * 2**20
-# On CPU: code and tables of libraries at their first use in a step (torch 2.13 with MKL; 18 MiB of it pages of files)
-FIRST_USE_BYTES = 25 * 2**20
 
 
 Moment = list[tuple[list[LayerSpec], float]]  # layers, and how many micro-batches of them are held
@@ -162,15 +160,6 @@ def _logits(config: RootConfig, layers: list[LayerSpec], held: float) -> int:
     kept = loss + (logits if config.parallel.engine == "torch" else 0)
     number = micro_batch(config) * config.train.sequence * config.model.vocabulary // config.parallel.tensor
     return number * (ceil(held) * kept + 2 * loss)
-
-
-def allocator_bytes(config: RootConfig, layers: list[LayerSpec]) -> int:
-    """On CPU, what the process grows by beside its tensors: libraries at their first use, and the holes that malloc
-    (glibc 2.36, as training/ranks.py sets it) leaves between tensors of many sizes. These were 0.6 to 4 times the
-    activations of one micro-batch; 1 is within 7 % of the whole in benchmarks/planner/memory.csv."""
-    if config.hardware.device != "cpu":
-        return 0
-    return FIRST_USE_BYTES + sum(layer_bytes(config, layer) for layer in layers)
 
 
 def machine_memory_bytes(root: str = "/") -> int:

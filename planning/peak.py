@@ -7,15 +7,15 @@ What it rests on, seen with torch 2.13 by tracking every storage of a step (test
 - What a stage sent to another rank, outputs and gradients, is kept until the flush ends; buffers of what it receives
   always. On its own rank what is passed on takes the place of a buffer.
 - I frees nothing and keeps the gradient of every product's output until W. A recomputed unit is recomputed for I, and
-  in W once for each group of its parameters (about: each matrix), all kept until W ends. The first stage, whose input
-  takes no gradient, does nothing in I and a whole backward in W.
+  in W once for each of its matrices, all but one of these copies kept until W ends. The first stage, whose input takes
+  no gradient, does nothing in I and a whole backward in W.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from conf.schema import RootConfig
 from models.describe import DTYPE_BYTES, LayerSpec, feedforward_width, key_value_width
@@ -23,13 +23,17 @@ from pipeline.action import Action
 from planning.activations import tensor_elements
 from planning.memory import (
     RUNTIME_BYTES,
-    allocator_bytes,
     elements,
     layer_bytes,
     micro_batch,
     recomputed_units,
     states,
 )
+
+EVERY = (0, inf)  # sizes of tensors
+LARGE = 16 * 2**20  # training/ranks.py: from here on malloc gives a tensor pages of its own
+# On CPU: code and tables of libraries at their first use in a step (torch 2.13 with MKL; 18 MiB of it pages of files)
+FIRST_USE_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -63,27 +67,50 @@ def peak_memory(
     what the loss makes of them. messages: what stages receive and have sent. workspace: temporary tensors. allocator:
     what malloc and libraries take beside all tensors. runtime: the process itself, without its model.
     """
-    layers = [spec for specs in stages.values() for spec in specs]
+    layers, actions = [spec for specs in stages.values() for spec in specs], list(actions)
     live = peak(config, stages, actions, last_stage)
     parts = states(config, layers)
     parts["gradients"] = ceil(live.gradients * parts["gradients"] / (_weight(config) * elements(config, layers)))
     for name in ("activations", "logits", "messages", "workspace"):
         parts[name] = ceil(getattr(live, name))
-    parts |= {"allocator": allocator_bytes(config, layers), "runtime": RUNTIME_BYTES}
+    parts |= {"allocator": ceil(_allocator(config, stages, actions, last_stage, live)), "runtime": RUNTIME_BYTES}
     return parts | {"total": sum(parts.values())}
 
 
-def peak(config: RootConfig, stages: dict[int, list[LayerSpec]], actions: Iterable[Action], last_stage: int) -> Live:
+def _allocator(
+    config: RootConfig, stages: dict[int, list[LayerSpec]], actions: list[Action], last_stage: int, live: Live
+) -> float:
+    """On CPU, what the process holds beside its tensors (glibc 2.36's malloc as training/ranks.py sets it).
+
+    Small tensors are in a heap, which gives nothing back while something lies above it: it stays as large as it ever
+    was. Large ones have pages of their own, which come and go. So both have their fullest moments at once, whenever
+    these were. Besides, libraries at their first use, and holes between tensors of many sizes: these were 0.3 to 4
+    times the activations of one micro-batch; 1 is within 7 % of the whole in benchmarks/planner/memory.csv.
+    """
+    if config.hardware.device != "cpu":
+        return 0
+    pools = (peak(config, stages, actions, last_stage, sizes).total for sizes in ((0, LARGE), (LARGE, inf)))
+    holes = sum(layer_bytes(config, spec) for specs in stages.values() for spec in specs)
+    return FIRST_USE_BYTES + max(0, sum(pools) - live.total) + holes
+
+
+def peak(
+    config: RootConfig,
+    stages: dict[int, list[LayerSpec]],
+    actions: Iterable[Action],
+    last_stage: int,
+    sizes: tuple[float, float] = EVERY,
+) -> Live:
     """The fullest moment of a flush after the first step, weights and optimizer's state apart.
 
     config: resolved. stages: model stage -> its layers, those of one rank; actions: of that rank, in order. last_stage:
-    the number of the one with the head.
+    the number of the one with the head. sizes: only tensors of at least so many bytes, and fewer than that, count.
     """
-    sizes = {index: _Stage(config, specs, index, last_stage, set(stages)) for index, specs in stages.items()}
-    now = Live(messages=sum(stage.buffers for stage in sizes.values()))
+    own_of = {i: _Stage(config, specs, i, last_stage, set(stages), sizes) for i, specs in stages.items()}
+    now = Live(messages=sum(own.buffers for own in own_of.values()))
     worst, started = now, set()
     for stage, kind, microbatch in actions:
-        own = sizes[stage]
+        own = own_of[stage]
         plain = own.checkpoint == "never" or (
             own.checkpoint == "except_last" and microbatch == config.parallel.chunks - 1
         )
@@ -104,15 +131,16 @@ def peak(config: RootConfig, stages: dict[int, list[LayerSpec]], actions: Iterab
             now += Live(messages=own.input_gradient) if kind == "B" else -own.between
             started.add(stage)
         worst = max(worst, now, key=lambda live: live.total)
-    return max(worst, now + Live(workspace=_tied(config, stages)), key=lambda live: live.total)
+    return max(worst, now + Live(workspace=_tied(config, stages, sizes)), key=lambda live: live.total)
 
 
-def _tied(config: RootConfig, stages: dict[int, list[LayerSpec]]) -> float:
+def _tied(config: RootConfig, stages: dict[int, list[LayerSpec]], sizes: tuple[float, float]) -> float:
     """After the flush the other end's gradient of the tied weight comes in, as large as the weight."""
     ends = {spec.kind for specs in stages.values() for spec in specs} & {"embedding", "head"}
     if not config.model.tied or config.parallel.engine != "torch" or len(ends) != 1:
         return 0
-    return config.model.vocabulary * config.model.hidden * _weight(config) / config.parallel.tensor
+    received = config.model.vocabulary * config.model.hidden * _weight(config) / config.parallel.tensor
+    return received if sizes[0] <= received < sizes[1] else 0
 
 
 def _weight(config: RootConfig) -> int:
@@ -122,19 +150,29 @@ def _weight(config: RootConfig) -> int:
 class _Stage:
     """One model stage's bytes for one micro-batch."""
 
-    def __init__(self, config: RootConfig, specs: list[LayerSpec], index: int, last: int, here: set[int]):
+    def __init__(
+        self,
+        config: RootConfig,
+        specs: list[LayerSpec],
+        index: int,
+        last: int,
+        here: set[int],
+        sizes: tuple[float, float],
+    ):
         model, parallel, train = config.model, config.parallel, config.train
-        self.config, self.specs = config, specs
+        self.config, self.specs, self.sizes = config, specs, sizes
         self.checkpoint = "never" if parallel.checkpoint == "selective" else parallel.checkpoint
         self.recomputed = recomputed_units(parallel, specs) if self.checkpoint != "never" else []
         weight, t = _weight(config), parallel.tensor
         tokens = micro_batch(config) * train.sequence
-        self.stream = tokens * model.hidden * weight / (t if parallel.sequence_parallel else 1)  # [B, T, D]
-        self.inner = tokens * feedforward_width(model) * DTYPE_BYTES[train.precision] / t  # [B, T, F]
-        self.gradients = weight * sum(tensor_elements(spec, t) for spec in specs)
+        stream = tokens * model.hidden * weight / (t if parallel.sequence_parallel else 1)
+        self.stream = self._counted(stream)  # [B, T, D]
+        self.whole_inner = tokens * feedforward_width(model) * DTYPE_BYTES[train.precision] / t  # [B, T, F]
+        self.inner = self._counted(self.whole_inner)
+        self.gradients = sum(map(self._gradients, specs))
         logits = tokens * model.vocabulary / t if specs[-1].kind == "head" else 0
-        self.losses = weight * logits  # log-probabilities: in float32 at least
-        held = DTYPE_BYTES[train.precision] * logits if parallel.engine == "torch" else 0
+        self.losses = self._counted(weight * logits)  # log-probabilities: in float32 at least
+        held = self._counted(DTYPE_BYTES[train.precision] * logits) if parallel.engine == "torch" else 0
         self.logits = self.losses + held
         sends = parallel.engine == "torch"
         receives, passes_on = sends and index > 0, sends and index < last
@@ -163,7 +201,7 @@ class _Stage:
                 freed += Live(activations=again)
             moments += [freed + moment for moment in self._moments(spec, first)]
             if first:
-                freed += Live(gradients=_weight(self.config) * tensor_elements(spec, self.config.parallel.tensor))
+                freed += Live(gradients=self._gradients(spec))
             freed += Live(activations=-self._layer(spec), logits=-self.logits if spec.kind == "head" else 0)
         return moments
 
@@ -174,29 +212,61 @@ class _Stage:
         return Live(activations=total, logits=self.losses - self.logits if self.logits else 0)
 
     def split_input(self, plain: bool) -> Live:
-        """The end of I: everything is still there, a recomputed unit too."""
-        unit = max((sum(map(self._layer, unit)) for unit in self.recomputed), default=0)
+        """I: everything is still there; where recomputed, one unit besides, whose own products' gradients come last."""
+        units = [] if plain else self.recomputed
+        after = sum(self._outputs(spec) for spec in self.specs if not any(spec in unit for unit in units))
+        worst = 0.0
+        for unit in reversed(units):
+            worst = max(worst, after + sum(map(self._layer, unit)))
+            after += sum(map(self._outputs, unit))
+        streams = (2 if units else 1) + (2 if units and self.logits else 0)  # gradients on their way
         return Live(
-            activations=self.between.activations + (0 if plain else unit),
-            logits=self.losses if self.logits else 0,
-            workspace=self.stream,
+            activations=max(worst, after), logits=self.losses if self.logits else 0, workspace=streams * self.stream
         )
 
     def split_weight(self, plain: bool, first: bool) -> list[Live]:
-        """W: what is recomputed takes the place of the gradients that I left; nothing else goes before the end."""
-        again = 0 if plain or not self.recomputed else -self.between.activations
-        for unit in [] if plain else self.recomputed:
-            again += sum(self._layer(spec) * sum(len(s) == 2 for s in spec.parameters.values()) for spec in unit)
-        made = Live(gradients=self.gradients) if first else Live(workspace=max(map(self._matrix, self.specs)))
-        return [made + Live(activations=again)]
+        """W. Each matrix' gradient runs its whole unit again; of a layer that is done one of these copies goes, and the
+        gradients that I left for it."""
+        gradients = Live(gradients=self.gradients) if first else Live(workspace=max(map(self._matrix, self.specs)))
+        units = [] if plain else self.recomputed
+        if not units:
+            return [gradients]
+        done, worst = 0.0, 0.0
+        for spec, unit in [(spec, unit) for unit in units for spec in unit]:
+            copies = sum(len(shape) == 2 for shape in spec.parameters.values())
+            whole = sum(map(self._layer, unit))
+            worst = max(worst, done + copies * whole)
+            done += (copies - 1) * whole - self._outputs(spec)
+        made = Live(gradients=sum(self._gradients(spec) for unit in units for spec in unit))
+        if not first:
+            made = Live(workspace=2 * max(self._matrix(spec) for unit in units for spec in unit))
+        return [made + Live(activations=worst - 2 * self.stream), gradients + Live(activations=done)]
 
-    def _layer(self, spec: LayerSpec, checkpointed: bool = False) -> int:
-        return layer_bytes(self.config, spec, checkpointed)
+    def _counted(self, tensor_bytes: float) -> float:
+        """The bytes of a tensor that is of the sizes that count, else 0."""
+        return tensor_bytes if self.sizes[0] <= tensor_bytes < self.sizes[1] else 0
+
+    def _gradients(self, spec: LayerSpec) -> float:
+        weight, t = _weight(self.config), self.config.parallel.tensor
+        if self.sizes == EVERY:
+            return weight * tensor_elements(spec, t)
+        return sum(self._counted(weight * prod(shape) / t) for shape in spec.parameters.values())
+
+    def _layer(self, spec: LayerSpec, checkpointed: bool = False) -> float:
+        """Activations: of a block those of the inner width, and all others, as large as its input."""
+        total = layer_bytes(self.config, spec, checkpointed)
+        if self.sizes == EVERY:
+            return total
+        inner = 0.0
+        if spec.kind == "block" and not checkpointed and self.config.model.family != "mlp":
+            inner = self.whole_inner * (3 if self.config.model.family == "llama" else 2)
+        return (total - inner) * (self.stream > 0) + inner * (self.inner > 0)
 
     def _matrix(self, spec: LayerSpec) -> float:
         """Of the largest parameter, which is made whole before it is added; by autocast in 16 bits first."""
         element = _weight(self.config) + (2 if self.config.train.precision == "bfloat16" else 0)
-        return element * max(map(prod, spec.parameters.values())) / self.config.parallel.tensor
+        t = self.config.parallel.tensor
+        return max(self._counted(element * prod(shape) / t) for shape in spec.parameters.values())
 
     def _moments(self, spec: LayerSpec, first: bool) -> list[Live]:
         """The fullest moments of one layer's backward, before anything of it is freed."""

@@ -73,9 +73,11 @@ def _buffers(engine) -> list[torch.Tensor]:
     return [one.buffer for info in infos for one in info if isinstance(getattr(one, "buffer", None), torch.Tensor)]
 
 
+SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("zb_h1", 1), ("zb_v", 2)]
+SCHEDULES += [("dualpipe_v", 2)]
 CASES = {
     f"{schedule} {checkpoint}": case(schedule=schedule, checkpoint=checkpoint, interleave=interleave)
-    for schedule, interleave in [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
+    for schedule, interleave in SCHEDULES
     for checkpoint in ("never", "always")
 } | {
     "1f1b except_last": case(checkpoint="except_last"),
@@ -84,6 +86,10 @@ CASES = {
     "large vocabulary": case(vocabulary=4000, tokens=16),
     "many tokens": case(vocabulary=32, tokens=64, microbatch=4),
     "untied": case(tied=False, chunks=8),
+    "zb_v, more blocks": case(schedule="zb_v", checkpoint="always", interleave=2, blocks=8, tokens=64),
+    "zb_h1, more blocks": case(schedule="zb_h1", checkpoint="always", blocks=8, vocabulary=64),
+    "zb_h1, pairs": case(schedule="zb_h1", checkpoint="always", blocks=8, interval=2),
+    "zb_h1, llama": case(schedule="zb_h1", checkpoint="always", family="llama"),
 }
 
 
