@@ -8,6 +8,7 @@ from collections.abc import Callable
 from comparing.runs import Run, number
 from comparing.table import SHOWN, gib, text_of
 from comparing.timeline import describe, read_timeline
+from conf.words import count
 
 WIDEST = 40  # characters of a value in a column
 ROUNDING = 1e-5  # of a loss: what float32 sums in another order come to
@@ -86,18 +87,18 @@ def _loss(a: Run, b: Run) -> str:
     gaps = {step: abs(losses[0][step] - losses[1][step]) for step in both}
     differ = [step for step in both if gaps[step] > 0]
     if not differ:
-        return f"loss: the same bit for bit at all {len(both)} steps compared, up to step {both[-1]}"
+        return f"loss: the same bit for bit at all {count(len(both), 'step')} compared, up to step {both[-1]}"
     relative = {step: _relative(losses[0][step], losses[1][step]) for step in differ}
     beyond = [step for step in differ if relative[step] >= ROUNDING]
     if not beyond:
         worst = max(differ, key=relative.__getitem__)
         return (
-            f"loss: the same but for rounding at all {len(both)} steps compared; "
+            f"loss: the same but for rounding at all {count(len(both), 'step')} compared; "
             f"the largest difference is {relative[worst]:.1g} of it, at step {worst}"
         )
     worst, rounded = max(both, key=gaps.__getitem__), len(differ) - len(beyond)
     return (
-        f"loss: {len(beyond)} of {len(both)} steps compared differ, the first is step {beyond[0]} "
+        f"loss: {len(beyond)} of {count(len(both), 'step')} compared differ, the first is step {beyond[0]} "
         f"(by {gaps[beyond[0]]:.3g}); the largest difference is {gaps[worst]:.3g} at step {worst}"
         + (f"; {rounded} more by rounding" if rounded else "")
     )

@@ -72,7 +72,7 @@ def heat_map(
             z[row][column], words[row][column] = found, text(good)
     shared = {"type": "heatmap", "x": xs, "y": ys, "texttemplate": "%{text}", "xgap": 2, "ygap": 2, "showscale": False}
     shared["textfont"] = {"color": INK}
-    shared["hovertemplate"] = "%{y} stages, %{x} chunks: %{text}<extra></extra>"
+    shared["hovertemplate"] = "stages %{y}, chunks %{x}: %{text}<extra></extra>"
     low, high = limits
     shown = {"z": z, "text": words, "colorscale": colours, "zmin": low, "zmax": high}
     greyed = {"z": bad, "text": why, "colorscale": GREY, "zmin": 0, "zmax": 1}
@@ -116,7 +116,7 @@ def winners(contests: Sequence[Contest]) -> Figure:
     steps = [[(i + side) / count, WINNERS[i % len(WINNERS)]] for i in range(count) for side in (0, 1)]
     trace = {"type": "heatmap", "x": xs, "y": ys, "z": z, "text": text, "texttemplate": "%{text}", "showscale": False}
     trace |= {"colorscale": steps, "zmin": -0.5, "zmax": count - 0.5, "xgap": 2, "ygap": 2}
-    trace |= {"hovertemplate": "%{y} stages, %{x} chunks: %{text}<extra></extra>", "textfont": {"color": INK}}
+    trace |= {"hovertemplate": "stages %{y}, chunks %{x}: %{text}<extra></extra>", "textfont": {"color": INK}}
     axis = {"type": "category", "showgrid": False}
     return _figure([trace], "chunks", "stages", xaxis=axis, yaxis=axis, height=130 + 70 * len(ys))
 
@@ -263,7 +263,7 @@ def microbatches(rows: Sequence[dict]) -> Figure:
         trace = {"type": "scatter", "mode": "lines+markers", "name": name or "tokens/s"}
         trace |= {"x": [str(row["micro_batch"]) for row in own], "y": [_rounded(row["tokens_per_s"]) for row in own]}
         trace |= {"marker": {"symbol": symbols, "size": 11, "color": colour}, "line": {"color": colour}}
-        trace["text"] = [f"{row['chunks']} chunks, {row['stages']} stages" for row in own]
+        trace["text"] = [f"chunks {row['chunks']}, stages {row['stages']}" for row in own]
         trace["hovertemplate"] = "micro-batch %{x}: %{y:,.0f} tokens/s<br>%{text}<extra></extra>"
         data.append(trace)
     sizes = [str(size) for size in sorted({row["micro_batch"] for row in rows})]

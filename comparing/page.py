@@ -14,6 +14,7 @@ from comparing import panels
 from comparing.markup import cell, table
 from comparing.runs import Run
 from comparing.table import SHOWN, differing, short_names, show_figure, show_status, text_of
+from conf import words
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -38,7 +39,7 @@ def render(runs: Sequence[Run], title: str) -> str:
             sections.append(Section(*found))
     counts = Counter(run.status for run in runs)
     told = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    summary = f"{len(runs)} runs: {told}. Made {time.strftime('%Y-%m-%d %H:%M')} by python compare.py."
+    summary = f"{words.count(len(runs), 'run')}: {told}. Made {time.strftime('%Y-%m-%d %H:%M')} by python compare.py."
     figures = {key: figure for section in sections for key, figure in section.figures.items()}
     parts = {
         "title": html.escape(title),

@@ -19,6 +19,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from conf.words import count
+
 POINTS = 300  # lines of metrics.jsonl that are parsed, at most, beside the validations
 MARKS = ("result.json", "resolved.json", "metrics.jsonl", ".hydra")  # what makes a folder a run
 ENDED_WELL = ("completed", "stopped")
@@ -324,7 +326,7 @@ def _alive(path: Path, run: Run, locked: set[str]) -> tuple[str, str]:
     """running, when a process here holds the run's lock; else unfinished, with when it last wrote."""
     total = run.config.get("train.steps")
     done = run.steps[-1]["step"] if run.steps else 0
-    progress = f"{done} of {total} steps" if total else f"{done} steps"
+    progress = f"{done} of {count(total, 'step')}" if total else count(done, "step")
     if run.evaluates:
         progress = f"evaluation of {run.config['evaluate']}"
     try:

@@ -10,7 +10,9 @@ from conf.check_data import check_data, check_data_values, tokenizer_vocabulary
 from conf.checkpointing import check_selective, split_recomputation
 from conf.device import find_device
 from conf.emulation import check_emulation
+from conf.names import named
 from conf.schema import ModelConfig, ParallelConfig, RootConfig
+from conf.words import count
 
 ENGINES = ("single", "torch", "fairscale")
 PRECISIONS = ("float32", "bfloat16", "float64")
@@ -213,12 +215,12 @@ def _check_layout(config: RootConfig) -> None:
                 f"parallel.balance={parallel.balance} is unknown; known are {', '.join(BALANCES)}, or a list such as "
                 "[4,4]"
             )
-        layers, what = (blocks, "blocks") if parallel.balance == "uniform" else (_num_layers(config), "layers")
+        layers, what = (blocks, "block") if parallel.balance == "uniform" else (_num_layers(config), "layer")
         if model_stages > layers:
             raise Impossible(
                 f"{model_stages} model stages (parallel.stages={parallel.stages} x parallel.interleave="
-                f"{parallel.interleave}) are more than the {layers} {what} of model={config.model.name}: "
-                f"use at most {layers} stages, or a model with more blocks"
+                f"{parallel.interleave}) are more than the {count(layers, what)} of {named('model', config.model)}: "
+                f"use at most {count(layers, 'stage')}, or a model with more blocks"
             )
     else:
         _check_balance(parallel.balance, model_stages, blocks, _num_layers(config))
@@ -308,9 +310,8 @@ def _check_balance(balance: object, model_stages: int, blocks: int, layers: int)
     if not isinstance(balance, list) or not all(type(part) is int for part in balance):
         raise ValueError(f"parallel.balance={balance} must be a name or a list of whole numbers such as [4,4]")
     if len(balance) != model_stages:
-        raise ValueError(
-            f"parallel.balance={balance} has {len(balance)} entries for {model_stages} model stages: give one a stage"
-        )
+        entries, stages = count(len(balance), "entry"), count(model_stages, "model stage")
+        raise ValueError(f"parallel.balance={balance} has {entries} for {stages}: give one a stage")
     if min(balance) < 1:
         raise ValueError(f"parallel.balance={balance} has a stage with {min(balance)} layers: each needs at least 1")
     if sum(balance) not in (blocks, layers):
@@ -360,8 +361,8 @@ def _check_device(config: RootConfig) -> None:
     if parallel.engine != "single" and ranks > found.count and not joined:
         raise ValueError(
             f"parallel.stages={parallel.stages} x parallel.data={parallel.data} x parallel.tensor={parallel.tensor} "
-            f"needs {ranks} accelerators and this machine has {found.count}: take at most {found.count} ranks, or "
-            "start with torchrun on more machines"
+            f"needs {ranks} accelerators and this machine has {found.count}: take at most "
+            f"{count(found.count, 'rank')}, or start with torchrun on more machines"
         )
 
 

@@ -12,6 +12,7 @@ from conf.check import check_values
 from conf.check_data import tokenizer_vocabulary
 from conf.device import Device, find_device, memory_bytes, num_cores
 from conf.schema import HardwareConfig, ModelConfig, RootConfig, TrainConfig
+from conf.words import unknown_option
 
 # A run on processors: what a small model gets in full, and a larger one in part.
 CPU_STEPS = 240  # the main job in under two minutes on two cores
@@ -138,14 +139,20 @@ def _resolve_hardware(hardware: HardwareConfig, found: Device) -> None:
 def hardware_file(name: str) -> dict:
     """The values of conf/hardware/NAME.yaml, laid over those of the file that it starts from. ValueError, with the
     names that there are, where there is no such file."""
-    folder = Path(__file__).parent / "hardware"
+    return group_file("hardware", name)
+
+
+def group_file(group: str, name: str) -> dict:
+    """`hardware_file` of any group."""
+    folder = Path(__file__).parent / group
     if not (folder / f"{name}.yaml").is_file() or Path(name).name != name:
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ValueError(f"hardware={name} is unknown; known are {known}")
+        raise ValueError(unknown_option(group, name, (path.stem for path in folder.glob("*.yaml"))))
     values = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"))
-    for base in values.pop("defaults", []):
+    bases = values.pop("defaults", [])
+    values = values.get(group, values)  # a file of the whole configuration: emulated hardware
+    for base in bases:
         if base != "_self_":
-            below = hardware_file(base)
+            below = group_file(group, base.partition("@")[0])
             sources = below.get("sources", {}) | values.get("sources", {})
             values = below | values | {"sources": sources}
     return values

@@ -13,6 +13,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from conf.words import count
+
 MAX_NODES = 50_000  # of branch and bound, a second or two; nodes and not seconds, so that every machine cuts alike
 SCALE = 2**40  # the dearest layer as an integer: costs are compared as integers, exact to 1e-12 of it
 
@@ -48,8 +50,8 @@ class Problem:
         assert self.cap_bytes is None or self.counts_memory, "a cap needs bytes"
         if len(self.rank_of) > len(self.costs):
             raise ValueError(
-                f"{len(self.rank_of)} model stages cannot share {len(self.costs)} layers without an empty one: "
-                f"use at most {len(self.costs)} stages, or a deeper model"
+                f"{len(self.rank_of)} model stages cannot share {count(len(self.costs), 'layer')} without an empty "
+                f"one: use at most {count(len(self.costs), 'stage')}, or a deeper model"
             )
 
     @property

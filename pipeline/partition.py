@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from conf.schema import ParallelConfig
+from conf.words import count
 from pipeline.optimum import Cut, Problem, bounds, rank_bytes, rank_costs
 from pipeline.schedule import Schedule, make_schedule
 
@@ -116,8 +117,8 @@ def split_stages(balance: str | list[int], num_stages: int, layers: list[str]) -
     counts = list(balance)
     if len(counts) != num_stages:
         raise ValueError(
-            f"parallel.balance={counts} has {len(counts)} entries, but there are {num_stages} model stages: "
-            f"give one count for each"
+            f"parallel.balance={counts} has {count(len(counts), 'entry')}, but the layout has "
+            f"{count(num_stages, 'model stage')}: give one count for each"
         )
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
         raise ValueError(f"parallel.balance={counts}: every model stage needs a whole number of at least 1")
@@ -143,8 +144,8 @@ def split(parallel: ParallelConfig, layers: list[str]) -> list[list[str]]:
 def _uniform(num_blocks: int, num_stages: int) -> list[int]:
     if num_stages > num_blocks:
         raise ValueError(
-            f"{num_stages} model stages cannot share {num_blocks} blocks without an empty one: "
-            f"use at most {num_blocks} stages, or a deeper model"
+            f"{num_stages} model stages cannot share {count(num_blocks, 'block')} without an empty one: "
+            f"use at most {count(num_blocks, 'stage')}, or a deeper model"
         )
     each, extra = divmod(num_blocks, num_stages)
     counts = [each] * num_stages
@@ -164,9 +165,9 @@ def _with_ends(counts: list[int], layers: list[str], blocks: list[str]) -> list[
 
 def _cut(counts: list[int], layers: list[str]) -> list[list[str]]:
     stages, start = [], 0
-    for count in counts:
-        stages.append(layers[start : start + count])
-        start += count
+    for size in counts:
+        stages.append(layers[start : start + size])
+        start += size
     assert start == len(layers)
     return stages
 

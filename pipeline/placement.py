@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from conf.schema import ParallelConfig
+from conf.words import count
 
 DIMENSIONS = ("pipeline", "data", "tensor")  # of the device mesh, outermost first
 
@@ -72,5 +73,5 @@ def placement_lines(parallel: ParallelConfig, devices_per_node: int | None) -> l
         inside = [f"tensor {min(t, devices_per_node)} of {t}"]
         inside.append(f"data {min(d, max(1, devices_per_node // t))} of {d}")
         inside.append(f"pipeline {min(p, max(1, devices_per_node // (t * d)))} of {p}")
-        lines.append(f"{nodes} node{'s' * (nodes > 1)} of {devices_per_node} devices; inside one: {', '.join(inside)}")
+        lines.append(f"{count(nodes, 'node')} of {count(devices_per_node, 'device')}; inside one: {', '.join(inside)}")
     return lines

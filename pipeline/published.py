@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from conf.words import count
 from pipeline.action import Action
 
 
@@ -209,7 +210,7 @@ def dualpipe_v(stages: int, chunks: int, interleave: int = 2) -> list[list[Actio
 def _need_interleave(name: str, interleave: int, needed: int, other: str) -> None:
     if interleave != needed:
         raise ValueError(
-            f"{name} has {needed} model stage{'s' * (needed > 1)} a rank, not interleave={interleave}: "
+            f"{name} has {count(needed, 'model stage')} a rank, not interleave={interleave}: "
             f"set interleave={needed}, or another schedule, such as {other}"
         )
 

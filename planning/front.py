@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -13,13 +12,13 @@ from functools import cache
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from conf.check import check
+from conf.names import file_name
 from conf.resolve import hardware_file, resolve
 from conf.schema import HardwareConfig, PlanRootConfig, RootConfig, register
+from conf.typed import BAD_INPUT, check_keys, one_line
 from planning import advice, report
 from planning.balance import resolved_balance
 from planning.calibrate import calibrated
@@ -34,7 +33,6 @@ class Refused(BaseException):
     """Bad input. Not an Exception: Hydra would print about it."""
 
 
-BAD_INPUT = (ValueError, HydraException, OmegaConfBaseException)
 PLANS = Path("experiments/plans")
 
 register()
@@ -65,12 +63,11 @@ def run(composed: DictConfig) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """Hydra's and OmegaConf's messages without their internals."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    return " ".join(str(cause).split("full_key:")[0].split())
+    return " ".join(one_line(error).split())
 
 
 def _run(composed: DictConfig) -> None:
+    check_keys(composed, PlanRootConfig)
     typed = OmegaConf.to_object(composed)
     assert isinstance(typed, PlanRootConfig)
     get_stack(typed.stack)
@@ -110,8 +107,7 @@ def write_plan(plan: dict, output: str | None, config: RootConfig) -> Path:
     text = json.dumps(plan, indent=1) + "\n"
     if output is not None:
         return _write_new(Path(output), text)
-    name = "_".join((config.model.name, config.parallel.name, config.hardware.name))
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")
+    name = file_name(("model", config.model), ("parallel", config.parallel), ("hardware", config.hardware))
     number, path = 1, PLANS / f"{name}.json"
     while path.exists() and path.read_text() != text:
         number += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from conf.names import named
 from conf.schema import RootConfig
+from conf.words import count, large, plural, significant
 
 MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "messages", "workspace", "allocator", "runtime")
 SPENT = {  # part of the step -> what a reader calls it
@@ -28,10 +30,12 @@ def gib(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: the unit that leaves two to four digits."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    """A time for people, in three digits: of the largest unit of which it is more than one or two."""
+    size = abs(seconds)
+    for least, unit, name in ((48 * 3600, 86400, "days"), (2 * 3600, 3600, "hours"), (1000, 60, "minutes")):
+        if size >= least:
+            return f"{significant(seconds / unit)} {name}"
+    return f"{significant(seconds)} s" if float(f"{size:.3g}") >= 1 else f"{significant(seconds * 1e3)} ms"
 
 
 def render(plan: dict, config: RootConfig) -> str:
@@ -44,29 +48,29 @@ def render(plan: dict, config: RootConfig) -> str:
 
 def _heading(plan: dict, config: RootConfig) -> str:
     model, parallel, train = config.model, config.parallel, config.train
-    parts = [f"{parallel.stages} stages"]
+    parts = [count(parallel.stages, "stage")]
     if parallel.interleave > 1:
-        parts[0] += f" x {parallel.interleave} model stages"
+        parts[0] += f" x {count(parallel.interleave, 'model stage')}"
     parts += [f"{key} {ranks}" for key, ranks in (("tensor", parallel.tensor), ("data", parallel.data)) if ranks > 1]
     extras = [name for name, used in (("sequence parallel", parallel.sequence_parallel),) if used]
     extras += [f"shard {parallel.shard}"] if parallel.shard != "none" else []
     extras += [f"checkpoint {parallel.checkpoint}"] if parallel.checkpoint != "never" else []
     node = config.hardware.devices_per_node
     noun = "process" if config.hardware.device == "cpu" else "device"
-    where = noun + ("es" if noun == "process" else "s") * (plan["devices"] > 1)
-    where += " on this machine" if noun == "process" else f", {node} a node"
-    replicas = f" on each of {parallel.data} replicas" if parallel.data > 1 else ""
+    where = count(plan["devices"], noun) + (" on this machine" if noun == "process" else f", {node} a node")
+    replicas = f" on each of {count(parallel.data, 'replica')}" if parallel.data > 1 else ""
     micro = train.global_batch // (parallel.data * train.accumulate * parallel.chunks)
-    flushes = f"{train.accumulate} flushes x " if train.accumulate > 1 else ""
+    flushes = f"{count(train.accumulate, 'flush')} x " if train.accumulate > 1 else ""
     return "\n".join(
         [
-            f"model      {model.name}: {plan['parameters']:,} parameters, {model.blocks} blocks of width "
-            f"{model.hidden}, vocabulary {model.vocabulary:,}",
-            f"parallel   {parallel.name}: {' x '.join(parts)} = {plan['devices']} {where}; {parallel.schedule}"
+            f"model      {named('model', model)}: {plan['parameters']:,} parameters, "
+            f"{count(model.blocks, 'block')} of width {model.hidden}, vocabulary {model.vocabulary:,}",
+            f"parallel   {named('parallel', parallel)}: {' x '.join(parts)} = {where}; {parallel.schedule}"
             + "".join(f", {extra}" for extra in extras),
-            f"batch      {train.global_batch:,} sequences of {train.sequence:,} tokens = {plan['tokens_per_step']:,} "
-            f"tokens a step: {flushes}{parallel.chunks} micro-batches of {micro}{replicas}",
-            f"hardware   {config.hardware.name}, {train.precision}; software {plan['stack']}",
+            f"batch      {count(train.global_batch, 'sequence')} of {count(train.sequence, 'token')} = "
+            f"{count(plan['tokens_per_step'], 'token')} a step: {flushes}{count(parallel.chunks, 'micro-batch')} of "
+            f"{micro}{replicas}",
+            f"hardware   {named('hardware', config.hardware)}, {train.precision}; software {plan['stack']}",
         ]
     )
 
@@ -93,7 +97,8 @@ def _memory_table(plan: dict) -> str:
     needed = plan["needed_bytes"]
     if capacity:
         fullest = [held["total"] for held in plan["ranks"]].index(largest)
-        who = f"all {plan['devices']} processes together" if plan["per_machine"] else f"fullest, rank {fullest},"
+        together = f"all {plan['devices']} processes together" if plan["devices"] > 1 else "the process holds"
+        who = together if plan["per_machine"] else f"fullest, rank {fullest},"
         lines.append(f"{who} {gib(needed)} of {gib(capacity)}: {_verdict(needed, capacity)}")
     if plan["remedies"]:
         lines += ["what fits, fewest devices and fastest first:"] + [f"  {remedy}" for remedy in plan["remedies"][:6]]
@@ -115,8 +120,7 @@ def _cell(count: int, unit: int) -> str:
 def _layers(names: list[str]) -> str:
     blocks = [name.split(".")[1] for name in names if name.startswith("block.")]
     others = [name for name in names if not name.startswith("block.")]
-    counted = f"{len(blocks)} blocks" if len(blocks) != 1 else "1 block"
-    return " + ".join([counted, *others]) if blocks else " + ".join(others)
+    return " + ".join([count(len(blocks), "block"), *others]) if blocks else " + ".join(others)
 
 
 def _time_table(plan: dict) -> str:
@@ -135,9 +139,11 @@ def _totals(plan: dict, config: RootConfig) -> str:
     if "mfu" in figures:
         speed += f", mfu {figures['mfu']:.3f} (attention's whole square counted, recomputation not)"
     hours = run["hours"]
-    length = f"{hours * 60:.3g} minutes" if hours < 2 else f"{hours:,.3g} hours"
-    length += f" = {hours / 24:,.1f} days" if hours > 48 else ""
-    lines = [speed, f"run        {run['steps']:,} steps, {run['tokens']:.4g} tokens: {length}"]
+    length = f"{significant(hours)} hours = {hours / 24:,.1f} days" if hours > 48 else duration(3600 * hours)
+    lines = [
+        speed,
+        f"run        {count(run['steps'], 'step')}, {large(run['tokens'])} {plural(run['tokens'], 'token')}: {length}",
+    ]
     if "cost_usd" in figures:
         lines.append(
             f"cost       ${figures['cost_usd']:,.0f} at ${hardware.price_usd_per_hour:,.2f} an hour for a node of "

@@ -10,6 +10,6 @@ import train
 from training import front
 
 if os.environ.get("FAKE_PREPARE") == "slow":
-    front.prepare = lambda data, sequence: time.sleep(60)
+    front.prepare = lambda *_, **__: time.sleep(60)
 front.launch = partial(front.launch, worker=(str(Path(__file__).parent / "fake_worker.py"),))
 sys.exit(train.main())

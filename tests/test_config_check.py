@@ -46,7 +46,7 @@ REFUSED = [
     (["parallel.interleave=2"], ["interleave=2"]),
     (["parallel.balance=even"], ["parallel.balance=even", "auto, uniform"]),
     (["parallel.memory_cap_bytes=0"], ["parallel.memory_cap_bytes=0", "more than 0"]),
-    (["parallel.balance=[8]"], ["[8]", "1 entries", "2 model stages"]),
+    (["parallel.balance=[8]"], ["[8]", "1 entry", "2 model stages"]),
     (["parallel.balance=[4,5]"], ["[4, 5]", "sums to 9", "8", "11"]),
     (["parallel.balance=[8,0]"], ["[8, 0]", "0 layers", "at least 1"]),
     (["parallel.balance=[4,4.5]"], ["[4, 4.5]", "whole numbers"]),

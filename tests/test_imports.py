@@ -68,6 +68,7 @@ def test_there_is_no_import_cycle_between_modules():
 
 LIGHT = [
     "conf.schema",
+    "conf.typed",
     "conf.check",
     "conf.resolve",
     "models.describe",

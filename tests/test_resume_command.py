@@ -81,7 +81,7 @@ def test_a_fault_ends_a_run_and_auto_goes_on_with_it(whole, cwd):
     assert [step for step, _ in _curve(folder, "loss/train")] == list(range(1, STEPS + 1))
     assert _curve(folder, "loss/validation") == _curve(whole, "loss/validation")
     again = run(*TRAIN, f"resume={folder.relative_to(cwd)}", cwd=cwd)
-    assert again.returncode == 0 and "all 10 steps are done already" in again.stdout
+    assert again.returncode == 0 and "all 10 steps done already" in again.stdout
 
 
 def _curve(run_dir: Path, tag: str) -> list[tuple[int, float]]:

@@ -42,8 +42,9 @@ BAD_INPUT = {
     "data=text data.path=empty.txt": "empty.txt",
     "parallel.chunk=8": "Did you mean parallel.chunks?",
     "+parallel.foo=1": "parallel.foo is no key",
-    "train.steps=many": "'many'",
-    "model=nope": "gpt_tiny",
+    "train.steps=many": "train.steps=many must be a whole number",
+    "model=nope": "model=nope is unknown; known are gpt3_175b, ",
+    "experiment=quickstart": "experiment=quickstart needs a plus: +experiment=quickstart",
     "train.precision=fp16": "float16 needs a gradient scaler",
     "hardware=h100": "this machine has none",
     "model=gpt3_175b": "preflight=false",
@@ -93,7 +94,7 @@ def test_a_run_and_what_it_leaves(cwd):
     done = run(*TRAIN, *SMALL, "name=mine", cwd=cwd)
     assert done.returncode == 0, done.stderr
     (folder,) = runs(cwd, "mine")
-    assert folder.name.endswith("_gpt_tiny_pp2")
+    assert folder.name.endswith("_gpt_tiny_blocks-4_hidden-16_heads-2_positions-32_pp2")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert {".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml", "metrics.jsonl"} < names
     assert {"resolved.json", "corpus.json", "logs/rank_0.log", "logs/rank_1.log"} < names
@@ -132,6 +133,7 @@ def test_a_folder_that_holds_a_run_is_refused(cwd):
     (cwd / "mine" / "result.json").write_text("{}")
     done = run(*TRAIN, *SMALL, "hydra.run.dir=mine", cwd=cwd)
     assert done.returncode == 2 and "already holds a run" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
     assert [path.name for path in (cwd / "mine").iterdir()] == ["result.json"]
 
 

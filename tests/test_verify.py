@@ -200,6 +200,7 @@ def test_the_command_exits_with_1_beyond_the_tolerance():
         (["model=gpt_100b", "parallel=pp4"], ["verify.width=", "verify.blocks=", "GiB"]),
         (["verify.blocks=1", "parallel.stages=5"], ["5 model stages", "4 layers"]),
         (["parallel.schedule=wrong"], ["wrong", "1f1b"]),
+        (["+parallel.stagez=2"], ["parallel.stagez is no key", "Did you mean parallel.stages?"]),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):

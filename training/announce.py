@@ -7,7 +7,9 @@ from math import ceil
 from pathlib import Path
 
 from conf.device import num_cores
+from conf.names import named
 from conf.schema import RootConfig, to_dict
+from conf.words import count, large, plural, significant
 from models.describe import LayerSpec, describe, num_parameters
 from pipeline.partition import Certificate, split
 from pipeline.placement import num_ranks, placement_lines, ranks_of_stage, ranks_text
@@ -87,7 +89,7 @@ def checkpoint_line(config: RootConfig) -> str:
     train = config.train
     if not train.checkpoint_every:
         return "none (train.checkpoint_every=0)"
-    every = f"every {train.checkpoint_every:,} steps, " if train.checkpoint_every < train.steps else ""
+    every = f"every {count(train.checkpoint_every, 'step')}, " if train.checkpoint_every < train.steps else ""
     return (
         f"{every}at the end and when stopped: {gib(state_bytes(config))} each, the newest {train.keep_checkpoints} kept"
     )
@@ -112,21 +114,23 @@ def describe_run(config: RootConfig, corpus: Corpus | None, memory: list[dict]) 
     replicas = f"{parallel.data} data ranks x " if parallel.data > 1 else ""
     tokens = train.global_batch * train.sequence
     flushes = f"{train.accumulate} x " if train.accumulate > 1 else ""
-    limit = f", at most {train.max_minutes:g} minutes" if train.max_minutes else ""
+    limit = f", at most {train.max_minutes:g} {plural(train.max_minutes, 'minute')}" if train.max_minutes else ""
     clipping = f", gradients clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else ""
     lines = [
-        f"model      {model.name}: {num_parameters(describe(model)):,} parameters, {model.blocks} blocks of width "
-        f"{model.hidden}, vocabulary {model.vocabulary}",
+        f"model      {named('model', model)}: {num_parameters(describe(model)):,} parameters, "
+        f"{count(model.blocks, 'block')} of width {model.hidden}, vocabulary {model.vocabulary}",
         f"parallel   {_layout(config)}",
         *(f"{'placement' if not index else '':<10} {line}" for index, line in enumerate(_placement(config))),
         *_part_lines(config, memory),
-        f"batch      {train.global_batch} sequences of {train.sequence} tokens = {tokens:,} tokens a step: "
+        f"batch      {count(train.global_batch, 'sequence')} of {count(train.sequence, 'token')} = "
+        f"{count(tokens, 'token')} a step: "
         f"{replicas}{flushes}{count(parallel.chunks, 'micro-batch')} of {micro_batch}",
-        f"run        {train.steps:,} steps = {train.steps * tokens:,} tokens{_epochs(config, corpus)}{limit}",
-        f"optimizer  {optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.warmup_steps} warm-up "
-        f"steps, then {optimizer.schedule}{clipping}",
+        f"run        {count(train.steps, 'step')} = {count(train.steps * tokens, 'token')}"
+        f"{_epochs(config, corpus)}{limit}",
+        f"optimizer  {optimizer.name}, learning rate {optimizer.learning_rate:g}, "
+        f"{count(optimizer.warmup_steps, 'warm-up step')}, then {optimizer.schedule}{clipping}",
         f"checkpoint {checkpoint_line(config)}",
-        f"hardware   {config.hardware.name}, {train.precision}{_processes(config)}",
+        f"hardware   {named('hardware', config.hardware)}, {train.precision}{_processes(config)}",
     ]
     if corpus is None:
         lines = [line for line in lines if not line.startswith(("optimizer", "checkpoint"))]
@@ -139,14 +143,14 @@ def _epochs(config: RootConfig, corpus: Corpus | None) -> str:
     train = config.train
     if corpus is None:
         return ""
-    return f" ({train.steps * train.global_batch * train.sequence / corpus.train_tokens:.2g} epochs)"
+    return f" ({significant(train.steps * train.global_batch * train.sequence / corpus.train_tokens, 2)} epochs)"
 
 
 def split_line(split: Certificate) -> str:
     """How good the cut is, in a line: the list that repeats it, the slowest rank, and what no cut can beat."""
 
     def cost(value: float) -> str:
-        return f"{1e3 * value:.4g} ms" if split.unit == "seconds" else f"{value:.4g} {split.unit}"
+        return f"{significant(1e3 * value, 4)} ms" if split.unit == "seconds" else f"{large(value)} {split.unit}"
 
     proven = "proven best" if split.gap == 0 else f"{split.gap:.2%} over the bound of {cost(split.lower_bound)}"
     whose = ""
@@ -176,23 +180,20 @@ def chosen_values(composed: RootConfig, resolved: RootConfig) -> list[str]:
 
 def gib(size: float) -> str:
     """A number of bytes for people."""
+    if size < 2**20:
+        return f"{size / 2**10:.0f} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
-def count(number: int, noun: str) -> str:
-    """ "1 stage", "8 micro-batches"."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
-
-
 def _layout(config: RootConfig) -> str:
-    parallel = config.parallel
+    parallel, name = config.parallel, named("parallel", config.parallel)
     if parallel.engine == "single":
-        return f"{parallel.name}: one process runs every layer, {count(parallel.chunks, 'micro-batch')} in turn"
+        return f"{name}: one process runs every layer, {count(parallel.chunks, 'micro-batch')} in turn"
     interleaved = f" x {parallel.interleave} model stages" if parallel.interleave > 1 else ""
     schedule = parallel.schedule if parallel.engine == "torch" else "gpipe"  # fairscale's own
     bubble = bubble_ideal(make_schedule(schedule, parallel.stages, parallel.chunks, parallel.interleave))
     text = (
-        f"{parallel.name}: engine {parallel.engine}, schedule {schedule}, {count(parallel.stages, 'stage')}"
+        f"{name}: engine {parallel.engine}, schedule {schedule}, {count(parallel.stages, 'stage')}"
         f"{interleaved}, {count(parallel.chunks, 'micro-batch')}: ideal bubble {bubble:.1%} of a step"
     )
     if parallel.engine == "fairscale" and config.hardware.device == "cpu":
@@ -220,7 +221,7 @@ def _processes(config: RootConfig) -> str:
         return ""
     ranks, cores = num_ranks(config.parallel), num_cores()
     note = "; more ranks than cores: waiting for a core counts as bubble" if ranks > cores else ""
-    return f", {ranks} process{'es' * (ranks > 1)} on {cores} core{'s' * (cores > 1)}{note}"
+    return f", {count(ranks, 'process')} on {count(cores, 'core')}{note}"
 
 
 def _part_lines(config: RootConfig, memory: list[dict]) -> list[str]:

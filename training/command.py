@@ -5,30 +5,33 @@ Light, so that --help and bad input answer at once; training.front does the work
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from conf.names import file_name
 from conf.schema import register
+from conf.typed import BAD_INPUT, one_line
 from training import join, sweep
 from training.sweep import Job
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again"
-BAD_INPUT = (ValueError, HydraException, OmegaConfBaseException)
 
 register()
-OmegaConf.register_new_resolver("job_name", sweep.job_name, replace=True)  # conf/hydra/default.yaml
+# conf/hydra/default.yaml
+OmegaConf.register_new_resolver("job_name", sweep.job_name, replace=True)
+OmegaConf.register_new_resolver(
+    "file_name", lambda model, parallel: file_name(("model", model), ("parallel", parallel)), replace=True
+)
 
 
 class Refused(BaseException):
@@ -36,10 +39,15 @@ class Refused(BaseException):
 
 
 def run(config: DictConfig, jobs: list[Job]) -> None:
-    """One composed configuration, to its end (training/front.py)."""
+    """One composed configuration, to its end (training/front.py). Raises Refused for bad input of a single run."""
     from training import front
 
-    front.run(config, jobs)
+    try:
+        front.run(config, jobs)
+    except BAD_INPUT as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run
+            raise
+        raise Refused(one_line(error)) from error
 
 
 def main(compose_and_run: Callable[[], None], jobs: list[Job]) -> int:
@@ -91,32 +99,6 @@ def help_text(description: str) -> str:
             label = f"  {plus + folder.name:<12}"
             lines.append(textwrap.fill(", ".join(options), 118, initial_indent=label, subsequent_indent=" " * 14))
     return "\n".join([*lines, "", "Values, as in `train.steps=1000`: all that --cfg job prints. Hydra: --hydra-help."])
-
-
-def one_line(error: BaseException) -> str:
-    """The message of a ValueError as it is; Hydra's and OmegaConf's without their internals."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(cause.object_type):
-        return unknown_key(cause.full_key, cause.object_type)
-    lines: list[str] = []
-    for line in f"{error}\n{cause if cause is not error else ''}".splitlines():
-        if line.startswith("Config search path"):
-            break
-        if line.startswith("\t"):  # one of the options that the line above announces
-            lines[-1] += f"{' ' if lines[-1].endswith(':') else ', '}{line.strip()}"
-        elif line.strip() and not line.strip().startswith(("full_key:", "reference_type=", "object_type=")):
-            lines.append(line.strip())
-    return "; ".join(lines)
-
-
-def unknown_key(full_key: str, schema: type) -> str:
-    """Says what the group's keys are, and which one was probably meant."""
-    group, dot, key = full_key.rpartition(".")
-    known = [field.name for field in fields(schema)]
-    close = difflib.get_close_matches(key, known, 1)
-    meant = f" Did you mean {group}{dot}{close[0]}?" if close else ""
-    where = f" in {group}" if group else ""
-    return f"{full_key} is no key of the configuration.{meant} Known{where} are {', '.join(known)}"
 
 
 @contextmanager

@@ -11,10 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from conf.check_data import sidecar_path
+from conf.names import named
 from conf.schema import RootConfig
+from conf.words import count
 from pipeline.partition import Certificate
 from training import resume
-from training.announce import count, gib
+from training.announce import gib
 from training.data import Corpus
 from training.manifest import checkpoint_name
 from training.resume import Found
@@ -128,8 +130,8 @@ def describe(config: RootConfig, corpus: Corpus, held: list[dict], split: Certif
     cut = f", cut {split.balance}" if len(split.balance) > 1 else ""
     return "\n".join(
         [
-            f"evaluate   {found.run_dir}, {checkpoint_name(found.step)}: model {config.model.name}",
-            f"parallel   {parallel.name}: engine {parallel.engine}, {count(len(held), 'process')}{cut}; "
+            f"evaluate   {found.run_dir}, {checkpoint_name(found.step)}: model {named('model', config.model)}",
+            f"parallel   {named('parallel', parallel)}: engine {parallel.engine}, {count(len(held), 'process')}{cut}; "
             f"{', '.join(gib(rank['total']) for rank in held)} of memory",
             f"data       {corpus.description}; {corpus.validation_tokens:,} tokens held out "
             f"(data.validation_fraction={config.data.validation_fraction:g}), sequences of {config.train.sequence}",

@@ -13,9 +13,8 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -24,6 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from conf.check import check
 from conf.resolve import resolve
 from conf.schema import RootConfig, to_dict
+from conf.typed import BAD_INPUT, check_keys, one_line
+from conf.words import count
 from pipeline.action import Impossible
 from pipeline.partition import Certificate
 from pipeline.placement import num_ranks
@@ -33,7 +34,7 @@ from planning.calibrate import calibrated
 from planning.durations import durations
 from planning.report import duration
 from training import announce, evaluate, join, measure, outcome, resume, spent, sweep
-from training.command import BAD_INPUT, EXIT_BAD_INPUT, EXIT_OK, Refused, one_line, unknown_key
+from training.command import EXIT_BAD_INPUT, EXIT_OK
 from training.data import Corpus, prepare
 from training.launch import launch
 from training.record import finish_failed, read_result
@@ -57,7 +58,7 @@ class Plan:
 def run(config: DictConfig, jobs: list[Job]) -> None:
     """One composed configuration, to its end; appends the job. In a sweep bad input and failures are only recorded.
 
-    Raises Refused for bad input of a single run, KeyboardInterrupt when a sweep is to end.
+    Raises one of BAD_INPUT for bad input of a single run, KeyboardInterrupt when a sweep is to end.
     """
     hydra = HydraConfig.get()
     in_sweep = hydra.mode == RunMode.MULTIRUN
@@ -70,11 +71,13 @@ def run(config: DictConfig, jobs: list[Job]) -> None:
             sweep.add(job, jobs)
             return
         try:
+            if not in_sweep and _folder_typed():
+                refuse_taken(folder)  # before anything is prepared or said
             config, found = _resumed(config, job)
             plan = make_plan(config, found, hydra.overrides.task)
         except BAD_INPUT as error:
             if not in_sweep:
-                raise Refused(one_line(error)) from error
+                raise
             _record_invalid(config, job, error)
         else:
             _train(config, job, plan, found)
@@ -109,7 +112,7 @@ def _train(config: DictConfig, job: Job, plan: Plan, found: resume.Found | None)
     evaluates, before = config.evaluate is not None, {}
     if found is not None and not evaluates and resume.is_done(plan.config, found):
         job.run_dir, job.result, job.earlier = found.run_dir, read_result(found.run_dir), True
-        print(f"all {found.step} steps are done already; a larger train.steps goes on")
+        print(f"all {count(found.step, 'step')} done already; a larger train.steps goes on")
         return
     clock, too_long = _wall_clock(plan)
     for warning in plan.warnings + too_long:
@@ -189,20 +192,10 @@ def _cut(config: RootConfig) -> tuple[RootConfig, Certificate, Profile | None]:
 
 
 def _to_object(config: DictConfig) -> RootConfig:
-    _check_keys(OmegaConf.to_container(config), RootConfig)
+    check_keys(config, RootConfig)
     composed = OmegaConf.to_object(config)
     assert isinstance(composed, RootConfig)
     return composed
-
-
-def _check_keys(values: dict, schema: type, group: str = "") -> None:
-    """`+parallel.typo=1`: Hydra and OmegaConf take any key after a plus, the dataclasses do not."""
-    types = get_type_hints(schema)
-    for key, value in values.items():
-        if key not in types:
-            raise ValueError(unknown_key(f"{group}{key}", schema))
-        if is_dataclass(types[key]) and isinstance(value, dict):
-            _check_keys(value, types[key], f"{group}{key}.")
 
 
 # --- the folder ---
@@ -211,8 +204,8 @@ def _check_keys(values: dict, schema: type, group: str = "") -> None:
 def claim(folder: Path, *, chosen_by_user: bool = False) -> Path:
     """Make `folder` a new run's own and return it: with "-2", "-3", … when it has a run already, also one that another
     process starts at this moment. Raises ValueError instead when the user chose the folder."""
-    if chosen_by_user and any((folder / name).exists() for name in (".hydra", "result.json", "metrics.jsonl")):
-        raise ValueError(f"hydra.run.dir={folder} already holds a run; choose another folder, nothing was touched")
+    if chosen_by_user:
+        refuse_taken(folder)
     number, candidate = 1, folder
     while True:
         candidate.mkdir(parents=True, exist_ok=True)
@@ -224,6 +217,12 @@ def claim(folder: Path, *, chosen_by_user: bool = False) -> Path:
             candidate = folder.with_name(f"{folder.name}-{number}")
         except FileNotFoundError:
             pass  # another start, refused, has just removed its empty folder of the same name
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raises ValueError when the folder holds a run."""
+    if any((folder / name).exists() for name in (".hydra", "result.json", "metrics.jsonl")):
+        raise ValueError(f"hydra.run.dir={folder} already holds a run; choose another folder, nothing was touched")
 
 
 def _folder_typed() -> bool:

@@ -17,6 +17,7 @@ from typing import get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from conf.schema import RootConfig
+from conf.words import count
 from models.describe import describe
 from training import failure, manifest
 from training.data import Corpus
@@ -154,7 +155,7 @@ def check_compatible(config: RootConfig, corpus: Corpus, found: Found) -> None:
         )
     if config.train.steps < found.step:
         raise ValueError(
-            f"train.steps={config.train.steps} is less than the {found.step} steps that the checkpoint has: "
+            f"train.steps={config.train.steps} is less than the {count(found.step, 'step')} that the checkpoint has: "
             f"set train.steps to more"
         )
 

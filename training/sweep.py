@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import sys
@@ -17,12 +16,12 @@ from pathlib import Path
 
 from comparing.front import tables, write
 from comparing.runs import find, read, read_all
+from conf import words
 from training.record import read_overrides, read_result
 
 BAD = ("failed", "out_of_memory", "invalid")  # statuses that make the command's exit code 1
 REPOSITORY = Path(__file__).resolve().parent.parent
 SWEEP = "PIPELINE_SWEEP"  # environment variable of `announce`
-NAME_LENGTH = 120  # characters of a folder's name that values may take
 
 
 @dataclass
@@ -73,8 +72,8 @@ def progress(jobs: Sequence[Job]) -> str:
     left = total - len(jobs)
     ran = sum(job.result.get("status") != "skipped" and not job.earlier for job in jobs)
     if not left or not ran:
-        return f"{len(jobs)} of {total} jobs done"
-    return f"{len(jobs)} of {total} jobs done, about {duration((now - jobs[0].began) / ran * left)} left"
+        return f"{len(jobs)} of {words.count(total, 'job')} done"
+    return f"{len(jobs)} of {words.count(total, 'job')} done, about {duration((now - jobs[0].began) / ran * left)} left"
 
 
 def swept(overrides: Sequence[str]) -> dict[str, str]:
@@ -96,7 +95,7 @@ def swept(overrides: Sequence[str]) -> dict[str, str]:
 def job_name(number: int, overrides: Sequence[str]) -> str:
     """The end of a job's folder name, e.g. "03_stages=2_chunks=8": safe in any file system, bounded in length."""
     values = "_".join(f"{key}={value}" for key, value in swept(overrides).items())
-    return f"{number:02d}_{re.sub(r'[^A-Za-z0-9.=+_-]+', '-', values)[:NAME_LENGTH]}".strip("_-")
+    return f"{number:02d}_{words.safe(values)}".strip("_-")
 
 
 def find_completed(experiment: Path, overrides: Sequence[str]) -> Path | None:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from conf.device import num_cores
+from conf.names import named
 from conf.schema import RootConfig, from_dict
+from conf.words import count
 from pipeline import picture, trace
 from pipeline.bubble import Explanation, explain, repeated
 from pipeline.engines.base import Engine
@@ -123,7 +125,9 @@ class Tracer:
         self.seen.append((step, steps, explanation))
         self.unwritten = True
         if not self.events:
-            self.events = trace.names(f"{self.config.model.name} {self.config.parallel.name}", len(steps))
+            self.events = trace.names(
+                f"{named('model', self.config.model)} {named('parallel', self.config.parallel)}", len(steps)
+            )
         origin_s = min(rank.begin_s for rank in self.seen[0][1])
         self.events += trace.events(step, self.schedule, steps, origin_s)
         count = len(self.seen)
@@ -172,8 +176,8 @@ class Tracer:
         notes = [f"bubble_fraction  {shown}"] + ([note] if (note := self._note()) else [])
         parallel = config.parallel
         title = (
-            f"{config.model.name}  {parallel.name}  {self.schedule.name}  stages={parallel.stages} "
-            f"chunks={parallel.chunks} interleave={parallel.interleave}  step {step}"
+            f"{named('model', config.model)}  {named('parallel', parallel)}  {self.schedule.name}  "
+            f"stages={parallel.stages} chunks={parallel.chunks} interleave={parallel.interleave}  step {step}"
         ) + ("  emulated" if config.emulate.enabled else "")
         picture.draw(folder / "timeline.png", self.schedule, steps, planned, title=title, notes=notes)
 
@@ -228,7 +232,9 @@ def crowded(config: RootConfig) -> str | None:
     ranks, cores = num_ranks(config.parallel), num_cores()
     if config.emulate.enabled or config.hardware.device != "cpu" or ranks <= cores:
         return None
-    return f"{ranks} ranks share {cores} cores: they wait for a core as well, so the measured bubble means little"
+    return (
+        f"{ranks} ranks share {count(cores, 'core')}: they wait for a core as well, so the measured bubble means little"
+    )
 
 
 def _pipeline_of_rank_0(engine: Engine, ranks: Ranks) -> tuple[dist.ProcessGroup | None, list[int]]:

@@ -15,15 +15,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf.check import KNOWN, check, check_sharding
+from conf.names import named
 from conf.resolve import resolve
-from conf.schema import ModelConfig, RootConfig, VerifyConfig, to_dict
+from conf.schema import ModelConfig, RootConfig, VerifyConfig, VerifyRootConfig, to_dict
+from conf.typed import BAD_INPUT, check_keys, one_line
+from conf.words import count
 from models.describe import describe, num_parameters
 from pipeline.placement import num_ranks
 from pipeline.schedule import SCHEDULES, make_schedule
 from planning.balance import resolved_balance
 from planning.memory import machine_memory_bytes
 from training.announce import gib
-from training.command import Refused, one_line
+from training.command import Refused
 from training.comparison import Report
 from training.launch import launch
 
@@ -42,11 +45,12 @@ def run(composed: DictConfig) -> bool:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise Refused("verify.py takes one configuration: leave -m out, or use verify.all=true for the whole matrix")
     try:
+        check_keys(composed, VerifyRootConfig)
         typed = OmegaConf.to_object(composed)
         options = typed.verify
         cases = matrix(typed, options) if options.all else [whole(typed, options)]
         _check_memory(cases[0])
-    except ValueError as error:
+    except BAD_INPUT as error:
         raise Refused(one_line(error)) from error
     print(_heading(cases, options), flush=True)
     reports = measure(cases)
@@ -219,11 +223,11 @@ def _heading(cases: list[RootConfig], options: VerifyConfig) -> str:
     config = cases[0]
     train, model = config.train, config.model
     if options.all:
-        what = f"width {model.hidden} and {model.blocks} blocks, float64{_documents(config)}"
-        return f"{len(cases)} cases, {model.name} with {what}"
+        what = f"width {model.hidden} and {count(model.blocks, 'block')}, float64{_documents(config)}"
+        return f"{count(len(cases), 'case')}, {model.name} with {what}"
     return (
-        f"{_label(config)}\n{model.name}: {num_parameters(describe(model)):,} parameters, float64, "
-        f"{train.global_batch} random sequences of {train.sequence} tokens{_documents(config)}; "
+        f"{_label(config)}\n{named('model', model)}: {num_parameters(describe(model)):,} parameters, float64, "
+        f"{count(train.global_batch, 'random sequence')} of {count(train.sequence, 'token')}{_documents(config)}; "
         "reference: one process, plain autograd"
     )
 
