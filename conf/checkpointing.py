@@ -26,8 +26,8 @@ def split_recomputation(config: RootConfig) -> str | None:
     again = forwards_again(config)
     return (  # memory: benchmarks/planner/README.md; forwards: tests/test_torch_runtime.py
         f"parallel.checkpoint={parallel.checkpoint} saves no memory with parallel.schedule={parallel.schedule} and "
-        f"costs time: for a backward in two parts torch runs a block's forward up to {again} times again (planned "
-        f"times have one of them), {1 + again / 3:.1f} x the arithmetic of parallel.checkpoint=never, and keeps it "
+        f"costs time: for a backward in two parts torch runs a block's forward up to {again} times again, "
+        f"{1 + again / 3:.1f} x the arithmetic of parallel.checkpoint=never, and keeps it "
         "all: use that, or a schedule with whole backwards such as 1f1b"
     )
 

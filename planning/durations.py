@@ -16,9 +16,10 @@ class Durations:
     """Seconds of the planned hardware. Lists have one entry a model stage, for one micro-batch of it."""
 
     forward: list[float]
+    backward: list[float]  # whole
     backward_input: list[float]
     backward_weight: list[float]
-    last_backward_input: list[float]  # of the last micro-batch, which checkpoint=except_last does not recompute
+    last: dict[str, list[float]]  # of the last micro-batch, where that differs: except_last does not recompute it
     transfer_s: float  # that a message takes its link, and no other message can
     latency_s: float  # until it arrives after that
     reduction_s: float  # once a step, after the last flush: what data ranks and the two copies of a tied weight send
@@ -26,13 +27,9 @@ class Durations:
 
     def of(self, stage: int, kind: str, last: bool) -> float:
         """Of one action; `last`: of the last micro-batch."""
-        if kind == "F":
-            return self.forward[stage]
-        weight = self.backward_weight[stage]
-        if kind == "W":
-            return weight
-        first = (self.last_backward_input if last else self.backward_input)[stage]
-        return first + weight if kind == "B" else first
+        name = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}[kind]
+        every = getattr(self, name)
+        return (self.last.get(name, every) if last else every)[stage]
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -51,9 +48,10 @@ def durations(config: RootConfig, stack: str = "torch") -> Durations:
     after = after_flushes(config, layout, software, device, paths)
     return Durations(
         times.forward,
+        times.backward,
         times.backward_input,
         times.backward_weight,
-        times.last_input if parallel.checkpoint == "except_last" else times.backward_input,
+        times.last(parallel),
         times.transfer_s,
         times.latency_s,
         after["data_parallel"] + after["tied_weight"],

@@ -232,7 +232,7 @@ class _Stage:
         if not units:
             return [gradients]
         done, worst = 0.0, 0.0
-        for spec, unit in [(spec, unit) for unit in units for spec in unit]:
+        for unit, spec in ((unit, spec) for unit in units for spec in unit):
             copies = sum(len(shape) == 2 for shape in spec.parameters.values())
             whole = sum(map(self._layer, unit))
             worst = max(worst, done + copies * whole)

@@ -6,9 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
+from conf.checkpointing import forwards_again
 from conf.schema import ParallelConfig, RootConfig
 from models.describe import LayerSpec, describe, is_hidden_matrix
 from pipeline.partition import rank_of_stage, split_stages
+from pipeline.schedule import make_schedule
 from planning.layers import Cost, LayerCost, layer_cost
 from planning.links import Links, links
 from planning.memory import micro_batch
@@ -29,7 +31,8 @@ class StageTimes:
     """Seconds of each model stage for one micro-batch, and of what a stage sends to the next."""
 
     layers: list[LayerCost]
-    recompute: list[Cost]  # forward run again before the backward
+    recompute: list[Cost]  # forward run again before the backward, or for I
+    again: list[Cost]  # and once more, as often as it takes, for W where that is apart (conf/checkpointing.py)
     gather: list[float]  # full sharding: the weights of the stage, once a forward and once a backward
     action_overhead_s: float
     transfer_s: float
@@ -46,12 +49,29 @@ class StageTimes:
         return [max(c.backward_input.total, g) + self.action_overhead_s for c, g in pairs]
 
     @property
+    def last_weight(self) -> list[float]:
+        """Backward for the weights, nothing recomputed."""
+        return [cost.backward_weight.total for cost in self.layers]
+
+    @property
     def backward_input(self) -> list[float]:
         return [i + r.total for i, r in zip(self.last_input, self.recompute, strict=True)]
 
     @property
     def backward_weight(self) -> list[float]:
-        return [cost.backward_weight.total for cost in self.layers]
+        return [w + r.total for w, r in zip(self.last_weight, self.again, strict=True)]
+
+    @property
+    def backward(self) -> list[float]:
+        """Of both at once."""
+        return [i + w for i, w in zip(self.backward_input, self.last_weight, strict=True)]
+
+    def last(self, parallel: ParallelConfig) -> dict[str, list[float]]:
+        """What differs for the last micro-batch, under `parallel.checkpoint=except_last`."""
+        if parallel.checkpoint != "except_last":
+            return {}
+        both = [i + w for i, w in zip(self.last_input, self.last_weight, strict=True)]
+        return {"backward_input": self.last_input, "backward_weight": self.last_weight, "backward": both}
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,7 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
     one_of = {spec.kind: spec for specs in layout.stages for spec in specs}  # layers of one kind cost the same
     cost_of = {kind: layer_cost(spec, config, stack, device, paths.tensor) for kind, spec in one_of.items()}
     stages, recomputed, gather = [], [], []
+    reruns = forwards_again(config) - 1 if splits_backward(parallel) else 0
     for kinds, elements in zip(layout.kinds, layout.elements, strict=True):
         whole, again = LayerCost(Cost(), Cost(), Cost()), Cost()
         for kind, number in kinds.items():
@@ -112,7 +133,18 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
     if stack.split_messages:
         message /= parallel.tensor
     overhead = stack.action_overhead_s if parallel.engine == "torch" else 0.0  # the others only call a module
-    return StageTimes(stages, recomputed, gather, overhead, message / paths.stage.bytes_per_s, paths.stage.latency_s)
+    again = [again * (reruns if stage else 0) for stage, again in enumerate(recomputed)]  # the first stage has no I
+    return StageTimes(
+        stages, recomputed, again, gather, overhead, message / paths.stage.bytes_per_s, paths.stage.latency_s
+    )
+
+
+def splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether some backwards of the schedule are in two parts, I and W; a few micro-batches tell."""
+    if parallel.engine != "torch":
+        return False
+    chunks = min(parallel.chunks, 2 * parallel.stages)
+    return make_schedule(parallel.schedule, parallel.stages, chunks, parallel.interleave).splits_backward
 
 
 def weight_bytes(config: RootConfig, stack: Stack) -> int:
@@ -176,10 +208,10 @@ def run_flush(parallel: ParallelConfig, times: StageTimes, **changed: float) -> 
     """One flush of the schedule with these times."""
     transfers = dict(latency_s=times.latency_s, transfer_s=times.transfer_s) | changed
     schedule = replace(parallel, schedule="gpipe") if parallel.engine == "fairscale" else parallel
-    last = times.last_input if parallel.checkpoint == "except_last" else None
     return flush(
-        schedule, times.forward, times.backward_input, times.backward_weight, last_backward_input=last, **transfers
-    )
+        schedule, times.forward, times.backward_input, times.backward_weight, backward=times.backward,
+        last=times.last(parallel), **transfers,
+    )  # fmt: skip
 
 
 def _busy(times: StageTimes) -> list[float]:
@@ -197,13 +229,14 @@ def _waiting(parallel: ParallelConfig, times: StageTimes, real: Flush) -> dict[s
     loses when, besides, every stage takes the mean; the schedule has the rest."""
     idle = real.makespan - sum(real.busy) / len(real.busy)
     at_once = run_flush(parallel, times, latency_s=0.0, transfer_s=0.0)
-    mean = {
-        name: [sum(getattr(times, name)) / len(times.layers)] * len(times.layers)
-        for name in ("forward", "backward_input", "backward_weight", "last_input")
-    }
+
+    def mean(seconds: list[float]) -> list[float]:
+        return [sum(seconds) / len(seconds)] * len(seconds)
+
     schedule = replace(parallel, schedule="gpipe") if parallel.engine == "fairscale" else parallel
-    last = mean["last_input"] if parallel.checkpoint == "except_last" else None
-    even = flush(schedule, mean["forward"], mean["backward_input"], mean["backward_weight"], last_backward_input=last)
+    kinds = (times.forward, times.backward_input, times.backward_weight)
+    last = {name: mean(seconds) for name, seconds in times.last(parallel).items()}
+    even = flush(schedule, *map(mean, kinds), backward=mean(times.backward), last=last)
     transfers, imbalance = real.makespan - at_once.makespan, at_once.makespan - even.makespan
     return {
         "bubble_schedule": idle - transfers - imbalance,
@@ -224,12 +257,26 @@ def _work(config: RootConfig, times: StageTimes) -> dict[str, float]:
             parts["tensor_parallel"] += m * cost.tensor
         parts["recompute"] += recomputes * (again.matmul + again.elementwise)
         parts["tensor_parallel"] += recomputes * again.tensor
+    for number, again in zip(_weights_apart(config, times), times.again, strict=True):
+        parts["recompute"] += number * (again.matmul + again.elementwise)
+        parts["tensor_parallel"] += number * again.tensor
     parts["host"] = 2 * m * len(times.layers) * times.action_overhead_s
     gather = m * (sum(times.forward) + sum(times.last_input))
     gather -= m * sum(c.forward.total + c.backward_input.total for c in times.layers) + parts["host"]
     if config.parallel.shard == "full":
         parts["data_gather"] = gather
     return parts
+
+
+def _weights_apart(config: RootConfig, times: StageTimes) -> list[int]:
+    """Of each model stage: micro-batches of a flush whose W is apart and recomputes."""
+    number, parallel = [0] * len(times.layers), config.parallel
+    if any(cost.total for cost in times.again):
+        plain = parallel.chunks - 1 if parallel.checkpoint == "except_last" else None
+        schedule = make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
+        for stage, kind, microbatch in (action for row in schedule.actions for action in row):
+            number[stage] += kind == "W" and microbatch != plain
+    return number
 
 
 def after_flushes(config: RootConfig, layout: Layout, stack: Stack, device: Rates, paths: Links) -> dict[str, float]:

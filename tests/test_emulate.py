@@ -107,12 +107,11 @@ def resolve_cut(*overrides: str):
 def test_they_are_those_of_the_plan(overrides):
     config, times = planned(*overrides)
     parallel, m = config.parallel, config.parallel.chunks
-    last = [[i] * (m - 1) + [end] for i, end in zip(times.backward_input, times.last_backward_input, strict=True)]
+    kinds = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+    stages = range(parallel.stages * parallel.interleave)
     flush = simulate(
         make_schedule(parallel.schedule, parallel.stages, m, parallel.interleave),
-        forward=times.forward,
-        backward_input=last,
-        backward_weight=times.backward_weight,
+        **{n: [[times.of(stage, kind, k == m - 1) for k in range(m)] for stage in stages] for n, kind in kinds.items()},
         transfer_s=times.transfer_s,
         transfer_latency_s=times.latency_s,
     )

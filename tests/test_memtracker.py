@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from cases import config
 from conf.schema import OptimizerConfig, RootConfig
-from models.dropout import sample_keys
-from pipeline.engines.base import Batch
 from planning.balance import resolved_balance
 from planning.predict import ranks_memory
 from planning.step import Layout
 from ranks import run_ranks
-from training.build import build_engine
-from training.optimizer import make_optimizer
 
-mem_tracker = pytest.importorskip("torch.distributed._tools.mem_tracker", reason="torch moved its private MemTracker")
+pytest.importorskip("torch.distributed._tools.mem_tracker", reason="torch moved its private MemTracker")
+
+from tracking import tracked, tracked_peak  # noqa: E402  (it imports that)
 
 
 def case(width: int = 64, tokens: int = 32, vocabulary: int = 500, **changes) -> RootConfig:
@@ -31,46 +27,6 @@ def case(width: int = 64, tokens: int = 32, vocabulary: int = 500, **changes) ->
     train = dataclasses.replace(small.train, sequence=tokens)
     optimizer = OptimizerConfig(name="adamw", learning_rate=1e-3, warmup_steps=0)
     return dataclasses.replace(small, model=model, train=train, optimizer=optimizer)
-
-
-def tracked(rank: int, world: int, cases: list[RootConfig]) -> list[int]:
-    """MemTracker's peak over the second step of each case, this rank's."""
-    return [_tracked(rank, case) for case in cases]
-
-
-def _tracked(rank: int, case: RootConfig) -> int:
-    engine = build_engine(case, rank=rank, device=torch.device("cpu"))
-    optimizer = make_optimizer(case.optimizer, engine.parameters)
-    rows, tokens = case.train.global_batch, case.train.sequence
-    inputs, targets = torch.randint(case.model.vocabulary, (2, rows, tokens))
-    keys = sample_keys(0, 0, torch.arange(rows)) if case.model.dropout else None
-    batch = Batch(inputs if engine.needs_inputs else None, targets if engine.needs_targets else None, keys)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        engine.step(batch, 1 / inputs.numel())
-        engine.sum_tied_gradients()
-        optimizer.step()
-
-    step()  # makes the optimizer's state and torch's buffers
-    tracker = mem_tracker.MemTracker()
-    # its statistics of modules take one forward at a time and no split backward; the totals need none of them
-    nothing = {"register_user_hooks": lambda *_: None, "clear_user_hooks": lambda: None}
-    tracker._mod_tracker = SimpleNamespace(**nothing, is_bw=False, __enter__=lambda: None, __exit__=lambda *_: None)
-    tracker.track_external(*engine.stages.values(), optimizer, *_buffers(engine))
-    with tracker:
-        step()
-    engine.close()
-    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-
-
-def _buffers(engine) -> list[torch.Tensor]:
-    """What torch receives messages in: made before the tracker looks."""
-    stages = [stage for runtime in getattr(engine, "_runtimes", {}).values() for stage in runtime._stages]
-    infos = [
-        info for stage in stages for group in (stage.args_recv_info, stage.grad_recv_info) for info in group.values()
-    ]
-    return [one.buffer for info in infos for one in info if isinstance(getattr(one, "buffer", None), torch.Tensor)]
 
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2), ("zb_h1", 1), ("zb_v", 2)]
@@ -115,4 +71,4 @@ def test_tensors_of_a_step_in_one_process(checkpoint):
     one = case(engine="single", stages=1, checkpoint=checkpoint)
     planned = resolved_balance(one)[0]
     (parts,) = ranks_memory(planned, Layout.of(planned))
-    assert parts["total"] - parts["allocator"] - parts["runtime"] == pytest.approx(_tracked(0, one), rel=0.05)
+    assert parts["total"] - parts["allocator"] - parts["runtime"] == pytest.approx(tracked_peak(0, one), rel=0.05)
