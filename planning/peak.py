@@ -232,9 +232,9 @@ class _Stage:
         if not units:
             return [gradients]
         done, worst = 0.0, 0.0
-        for unit, spec in ((unit, spec) for unit in units for spec in unit):
+        for spec, together in ((spec, unit) for unit in units for spec in unit):
             copies = sum(len(shape) == 2 for shape in spec.parameters.values())
-            whole = sum(map(self._layer, unit))
+            whole = sum(map(self._layer, together))
             worst = max(worst, done + copies * whole)
             done += (copies - 1) * whole - self._outputs(spec)
         made = Live(gradients=sum(self._gradients(spec) for unit in units for spec in unit))
