@@ -40,6 +40,8 @@ NOT_NEGATIVE = (
     "optimizer.weight_decay optimizer.beta2_decay optimizer.warmup_steps "
     "hardware.price_usd_per_hour hardware.warmup_steps "
     "hardware.matmul_half_size hardware.kernel_latency_s hardware.link_latency_s hardware.network_latency_s "
+    "hardware.action_overhead_s hardware.tensor_block_s hardware.sharded_block_s "
+    "hardware.replicated_block_s hardware.reduced_block_s hardware.rank_slowdown "
     "hardware.max_minutes data.synthetic_seed train.seed train.max_minutes train.validate_every "
     "train.checkpoint_every train.max_restarts fault.rank fault.seconds "
     "emulate.slow_rank emulate.slow_link emulate.slow_host emulate.slow_host_s"
@@ -48,7 +50,8 @@ POSITIVE = (
     "model.initializer_std model.norm_eps model.rope_theta "
     "parallel.memory_cap_bytes optimizer.learning_rate optimizer.eps optimizer.clip_norm "
     "hardware.peak_flops_float32 hardware.peak_flops_bfloat16 hardware.memory_bytes hardware.memory_bytes_per_s "
-    "hardware.link_bytes_per_s hardware.network_bytes_per_s train.tokens train.stall_timeout_s "
+    "hardware.exponentials_per_s hardware.link_bytes_per_s hardware.network_bytes_per_s "
+    "train.tokens train.stall_timeout_s "
     "emulate.time_scale emulate.slow_factor emulate.slow_link_factor"
 ).split()
 EFFICIENCIES = [f"hardware.{part}_efficiency" for part in ("matmul", "memory", "link", "network", "thread")]

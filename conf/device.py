@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".cache" / "device.json"
+LARGE_BYTES = 16 * 2**20  # tensors on a processor from this size on have memory pages of their own
 
 # Runs in a child, since importing torch takes seconds and the parent of the ranks must never touch the accelerator.
 ASK_TORCH = """
@@ -89,3 +92,15 @@ def memory_bytes() -> int:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" = no limit: ValueError
     except (OSError, ValueError):
         return memory
+
+
+def keep_large_tensors_apart() -> None:
+    """glibc's malloc, in this process: tensors of LARGE_BYTES and more get pages of their own. Left alone it takes up
+    to 32 MiB from its heap, where the logits of a large vocabulary leave holes of many times their size that nobody can
+    predict."""
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, LARGE_BYTES)  # M_MMAP_THRESHOLD, which no longer grows by itself then
+        libc.mallopt(
+            -1, 4 * LARGE_BYTES
+        )  # M_TRIM_THRESHOLD, as large as it would have grown: trimming costs page faults

@@ -65,6 +65,7 @@ DEVICE_FIGURES = (
     "matmul_half_size",
     "memory_efficiency",
     "kernel_latency_s",
+    "exponentials_per_s",
     "link_efficiency",
     "link_latency_s",
     "network_efficiency",

@@ -95,11 +95,21 @@ class HardwareConfig:
     matmul_half_size: Optional[float] = None  # a dimension of this size halves the efficiency: n / (n + this)
     memory_efficiency: Optional[float] = None  # part of the bandwidth that element-wise kernels reach
     kernel_latency_s: Optional[float] = None  # start of one kernel
+    exponentials_per_s: Optional[float] = None  # exp, tanh, erf (cpu: of one core); null = hidden behind memory traffic
     thread_efficiency: Optional[float] = None  # cpu: speed of a rank's n cores / n times that of one; null = 1
     link_efficiency: Optional[float] = None  # part of link_bytes_per_s that a collective reaches
     link_latency_s: Optional[float] = None  # of one message inside a node
     network_efficiency: Optional[float] = None  # part of network_bytes_per_s that a collective reaches
     network_latency_s: Optional[float] = None  # of one message between nodes
+    rank_slowdown: Optional[float] = None  # cpu: of computing in ranks that exchange messages, beside alone; null = 0
+    # of the host, which accelerators hide behind their kernels: seconds for each micro-batch
+    action_overhead_s: Optional[float] = None  # of each F and each B or I in a pipeline; null = planning/stack.py's
+    tensor_block_s: Optional[float] = None  # forward and backward of a block that tensor ranks share; null = 0
+    sharded_block_s: Optional[float] = None  # the same of one that is fully sharded; null = 0
+    replicated_block_s: Optional[float] = None  # the same of one that data ranks share otherwise; null = 0
+    reduced_block_s: Optional[float] = None  # once a step: its gradients are added up; null = 0
+    # cpu, calibrated: of a kind of layer [[FLOPs of its forward, measured / planned seconds], …]; between them by log
+    corrections: dict[str, Any] = field(default_factory=dict)
     price_usd_per_hour: Optional[float] = None  # on demand, one node
     price_date: Optional[str] = None  # the day the price was read
     # the recipe that a run on this hardware starts from, where train.* and optimizer.* leave it open

@@ -13,9 +13,6 @@ import math
 import os
 import platform
 import statistics
-import subprocess
-import sys
-import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,32 +27,40 @@ from conf.schema import (
     TrainConfig,
 )
 from models.describe import describe
-from planning.layers import layer_cost
-from planning.links import Group
+from planning.children import ask
+from planning.layers import forward_flops, layer_cost, layer_ops
+from planning.links import Group, links
 from planning.rates import rates
 from planning.stack import get_stack
+from planning.step import Layout, run_flush, stage_times
 
-REPOSITORY = Path(__file__).parent.parent
-CACHE = REPOSITORY / ".cache" / "calibration.json"
-# hidden, heads, batch, sequence, vocabulary: from a toy's kernels, which are all overhead, to a small model's
+CACHE = Path(__file__).parent.parent / ".cache" / "calibration.json"
+# hidden, heads, batch, sequence, vocabulary, from a toy's kernels, which are all overhead, to a small model's; blocks
+# in a row: a stage's, since small ones find less in the caches the more of them there are
 SHAPES = [
-    (16, 2, 1, 8, 32),
-    (128, 4, 4, 128, 256),
-    (128, 4, 8, 128, 256),
-    (256, 8, 2, 256, 4096),
-    (768, 12, 1, 128, 8192),
+    (16, 2, 1, 8, 32, 4),
+    (128, 4, 4, 128, 256, 4),
+    (128, 4, 8, 128, 256, 4),
+    (256, 8, 2, 256, 4096, 2),
+    (768, 12, 1, 128, 8192, 2),
 ]
 THREADED = 2  # of SHAPES: what several threads are tried on
-BLOCKS = 2  # in a row
-MOST_CHILDREN = 8
+PIPELINED = 1  # of SHAPES: what two ranks run as a pipeline, so many blocks each
+CHUNKS = 8
+TRIED_S = 1e-3  # an action's overhead, to see what it makes of a flush
+MOST_OVERHEAD_S = 0.02
+LARGE = 4 * 2**20  # bytes, planning/probe_ranks.py
 FITTED = {  # figure: least, most
     "matmul_efficiency": (0.02, 6.0),  # the peak in the file is a rough one
     "matmul_half_size": (1.0, 300.0),
     "memory_efficiency": (0.02, 50.0),  # of small tensors, which stay in the caches
     "kernel_latency_s": (1e-7, 1e-3),
+    "exponentials_per_s": (1e8, 1e9),
 }
+KINDS = ("block", "head")  # of layers that are measured
+SHARED = ("tensor_block_s", "sharded_block_s", "replicated_block_s", "reduced_block_s")
+PAIR = ("link_bytes_per_s", "link_efficiency", "link_latency_s", "action_overhead_s", "rank_slowdown", *SHARED)
 DIRECT = ("memory_bytes_per_s", "thread_efficiency")  # measured as they are
-TIMEOUT_S = 120
 
 
 def calibrated(config: RootConfig) -> RootConfig:
@@ -73,6 +78,9 @@ def calibrated(config: RootConfig) -> RootConfig:
             return config
         figures = {key: measured[key] for key in DIRECT}
         figures |= fit(measured["pieces"], replace(hardware, **figures))
+        figures["corrections"] = corrections(measured["pieces"], replace(hardware, **figures))
+        if "pair" in measured:
+            figures |= between_ranks(measured["pair"], replace(hardware, **figures))
         _store(figures)
     sources = hardware.sources | dict.fromkeys(figures, "measured on this machine (planning/calibrate.py)")
     return replace(config, hardware=replace(hardware, **figures, sources=sources))
@@ -107,11 +115,66 @@ def fit(seconds: list[dict], hardware: HardwareConfig) -> dict[str, float]:
     return {key: float(f"{math.exp(value):.4g}") for key, value in theta.items()}
 
 
+def corrections(seconds: list[dict], hardware: HardwareConfig) -> dict[str, list[list[float]]]:
+    """HardwareConfig.corrections: what the fitted figures leave of each measured piece, by its FLOPs.
+
+    hardware: with the fitted figures. seconds: as for `fit`.
+    """
+    stack, found = get_stack("torch"), {kind: [] for kind in KINDS}
+    for shape, measured in zip(SHAPES, seconds, strict=True):
+        config = _config(shape, hardware)
+        predicted = pieces(config, hardware)
+        for spec in describe(config.model)[config.model.blocks :]:
+            if spec.kind in found:
+                flops = forward_flops(layer_ops(spec, config, stack))
+                found[spec.kind].append([flops, round(measured[spec.kind] / predicted[spec.kind], 4)])
+    return {kind: sorted(points) for kind, points in found.items()}
+
+
+def between_ranks(pair: dict[str, float], hardware: HardwareConfig) -> dict[str, float]:
+    """PAIR, of which a link's are as reached. pair: planning.probe_ranks' answer; hardware: calibrated else."""
+    latency_s = pair["small_s"] / 2  # two messages one after the other: planning/links.py
+    figures = {
+        "link_bytes_per_s": LARGE / 2 / max(1e-9, pair["large_s"] / 2 - latency_s),
+        "link_efficiency": 1.0,
+        "link_latency_s": latency_s,
+        # each way two sums of tensor ranks; full sharding gathers twice and scatters once, a message each
+        "tensor_block_s": pair["tensor_s"] - pair["block_s"] - 4 * pair["small_s"],
+        "sharded_block_s": pair["sharded_s"] - pair["block_s"] - 3 * latency_s,
+        "replicated_block_s": pair["replicated_s"] - pair["block_s"],
+        "reduced_block_s": pair["reduced_s"] - pair["replicated_s"] - pair["small_s"],
+    }
+    hardware = replace(hardware, **figures, devices_per_node=2)
+    # of a toy's flush nearly all is overhead; what it leaves of a real one goes with the computing
+    none, some = (_flush_s(SHAPES[0], replace(hardware, action_overhead_s=tried)) for tried in (0.0, TRIED_S))
+    overhead = min(MOST_OVERHEAD_S, max(0.0, (pair["small_flush_s"] - none) / (some - none) * TRIED_S))
+    figures["action_overhead_s"] = overhead
+    hardware = replace(hardware, action_overhead_s=overhead)
+    none, some = (_flush_s(SHAPES[PIPELINED], replace(hardware, rank_slowdown=tried)) for tried in (0.0, 0.1))
+    figures["rank_slowdown"] = min(1.0, (pair["shape_flush_s"] - none) / (some - none) * 0.1)
+    return {key: float(f"{max(0.0, value):.4g}") for key, value in figures.items()}
+
+
+def _flush_s(shape: tuple[int, ...], hardware: HardwareConfig) -> float:
+    """Planned seconds of probe_ranks' flush."""
+    one = _config(shape, hardware)
+    parallel = ParallelConfig(
+        name="probe", engine="torch", schedule="1f1b", stages=2, chunks=CHUNKS, interleave=1,
+        balance=[one.model.blocks + 1, one.model.blocks + 2],
+    )  # fmt: skip
+    train = replace(one.train, global_batch=one.train.global_batch * CHUNKS)
+    model, stack = replace(one.model, blocks=2 * one.model.blocks), get_stack("torch")
+    config = replace(one, model=model, parallel=parallel, train=train)
+    device = rates(hardware, "float32", ranks_here=2)
+    times = stage_times(config, Layout.of(config), stack, device, links(hardware, parallel))
+    return run_flush(parallel, times).makespan
+
+
 def pieces(config: RootConfig, hardware: HardwareConfig) -> dict[str, float]:
     """Predicted seconds of forward and backward of a block, and of norm and head with the loss, on one core."""
     device, stack = rates(replace(hardware, devices_per_node=1), "float32"), get_stack("torch")
     result = {"block": 0.0, "head": 0.0}
-    for spec in describe(config.model)[BLOCKS:]:  # one block, norm, head
+    for spec in describe(config.model)[config.model.blocks :]:  # one block, norm, head
         cost = layer_cost(spec, config, stack, device, Group())
         total = cost.forward.total + cost.backward_input.total + cost.backward_weight.total
         result["block" if spec.kind == "block" else "head"] += total
@@ -119,10 +182,10 @@ def pieces(config: RootConfig, hardware: HardwareConfig) -> dict[str, float]:
 
 
 def _config(shape: tuple[int, ...], hardware: HardwareConfig) -> RootConfig:
-    hidden, heads, batch, sequence, vocabulary = shape
+    hidden, heads, batch, sequence, vocabulary, blocks = shape
     return RootConfig(
         model=ModelConfig(
-            name="probe", family="gpt", blocks=BLOCKS, hidden=hidden, heads=heads, feedforward=4 * hidden,
+            name="probe", family="gpt", blocks=blocks, hidden=hidden, heads=heads, feedforward=4 * hidden,
             positions=sequence, vocabulary=vocabulary, tied=False,
         ),
         parallel=ParallelConfig(name="probe", engine="single", stages=1, chunks=1, interleave=1),
@@ -134,49 +197,24 @@ def _config(shape: tuple[int, ...], hardware: HardwareConfig) -> RootConfig:
 
 
 def _measure(cores: int) -> dict | None:
-    """planning.probe's answer, the median of as many children as there are cores, all at once; one tries threads."""
+    """What planning.probe's children answer, the median of them; None where one failed."""
     shapes = []
     for shape in SHAPES:
         config = _config(shape, HardwareConfig(name="probe", device="cpu"))
         shapes.append(
             {"model": asdict(config.model), "batch": config.train.global_batch, "sequence": config.train.sequence}
         )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command, pipe = [sys.executable, "-m", "planning.probe"], subprocess.PIPE
-    children, answers = [], []
-    end = threading.Timer(TIMEOUT_S, lambda: [child.kill() for child in children])
-    end.start()
-    try:
-        for _ in range(min(cores, MOST_CHILDREN)):
-            children.append(
-                subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=REPOSITORY,
-                    env=environment,
-                )
-            )  # fmt: skip
-        for child in children:
-            child.stdout.readline()  # it has imported torch
-        asked = {"shapes": shapes, "threads": cores, "threaded": THREADED}
-        for child in children:
-            print(json.dumps(asked), file=child.stdin, flush=True)
-        answers = [json.loads(child.stdout.readline()) for child in children]
-        if cores > 1:  # now that the others are done
-            print(file=children[0].stdin, flush=True)
-            answers[0] |= json.loads(children[0].stdout.readline())
-    except (OSError, ValueError):
+    answers = ask(shapes, cores, threaded=THREADED, pipelined=PIPELINED, chunks=CHUNKS)
+    if answers is None:
         return None
-    finally:
-        end.cancel()
-        for child in children:
-            child.kill()
-            child.communicate()
     pieces = [
-        {key: statistics.median(answer["pieces"][index][key] for answer in answers) for key in ("block", "head")}
+        {key: statistics.median(answer["pieces"][index][key] for answer in answers) for key in KINDS}
         for index in range(len(SHAPES))
     ]
     bandwidth = statistics.median(answer["bytes_per_s"] for answer in answers)
     efficiency = min(1.0, max(1 / cores, answers[0].get("thread_efficiency", 1.0)))
-    return {"pieces": pieces, "memory_bytes_per_s": bandwidth, "thread_efficiency": efficiency}
+    measured = {"pieces": pieces, "memory_bytes_per_s": bandwidth, "thread_efficiency": efficiency}
+    return measured | ({"pair": answers[0]["pair"]} if "pair" in answers[0] else {})
 
 
 def _key() -> list[str]:
@@ -195,7 +233,12 @@ def _processor() -> str:
 def _cached() -> dict[str, float] | None:
     try:
         stored = json.loads(CACHE.read_text())
-        return {key: float(stored["figures"][key]) for key in (*DIRECT, *FITTED)} if stored["key"] == _key() else None
+        if stored["key"] != _key():
+            return None
+        pair = PAIR if PAIR[0] in stored["figures"] else ()  # one core has no second rank
+        figures = {key: float(stored["figures"][key]) for key in (*DIRECT, *FITTED, *pair)}
+        points = {kind: [[float(f), float(r)] for f, r in stored["figures"]["corrections"][kind]] for kind in KINDS}
+        return figures | {"corrections": points}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # never measured, or a file that is not ours
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import log
 from typing import NamedTuple
 
 from conf.schema import RootConfig
@@ -31,11 +33,13 @@ class Matmul(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Element-wise work: bytes moved by the forward, by the backward for the input, and by that for the weights."""
+    """Element-wise work: bytes moved by the forward, by the backward for the input, and by that for the weights; and
+    the exponentials (tanh, erf) that forward and backward take, each."""
 
     forward: float
     backward: float
     weights: float = 0.0
+    exponentials: float = 0.0
 
 
 class Message(NamedTuple):
@@ -61,6 +65,9 @@ class Cost:
 
     def __mul__(self, number: int) -> Cost:
         return Cost(self.matmul * number, self.elementwise * number, self.tensor * number)
+
+    def corrected(self, ratio: float) -> Cost:
+        return Cost(self.matmul * ratio, self.elementwise * ratio, self.tensor)
 
     @property
     def total(self) -> float:
@@ -89,10 +96,7 @@ Op = Matmul | Pass | Message
 def layer_cost(spec: LayerSpec, config: RootConfig, stack: Stack, device: Rates, tensor: Group) -> LayerCost:
     """The layer's seconds on one rank for one micro-batch. config: resolved."""
     shape = _Shape.of(config, stack)
-    makers = {"embedding": _embedding, "block": _block, "norm": _norm, "head": _head}
-    if config.model.family != "gpt":
-        makers["block"] = {"llama": _llama_block, "mlp": _mlp_block}[config.model.family]
-    ops = list(makers[spec.kind](shape))
+    ops = layer_ops(spec, config, stack)
     if stack.weight_copies and shape.compute < 4:
         ops.append(_weight_copies(spec, shape))
     elif spec.kind in ("block", "head"):  # the gradients of a micro-batch are added to those of the others
@@ -100,8 +104,36 @@ def layer_cost(spec: LayerSpec, config: RootConfig, stack: Stack, device: Rates,
     if spec.kind == "embedding" and stack.name == "torch":  # its gradient is dense: cleared, filled, added to the sum
         ops.append(Pass(0, 0, 4 * DTYPE_BYTES["float32"] * _matrix_elements(spec) / shape.t))
     core = list(_attention(shape)) if spec.kind == "block" and config.model.family != "mlp" else []
-    whole = _seconds(ops, stack, device, tensor)
-    return LayerCost(*whole, attention=_seconds(core, stack, device, tensor)[0])
+    whole = [*_seconds(ops, stack, device, tensor), _seconds(core, stack, device, tensor)[0]]
+    hardware, parallel, ratio = config.hardware, config.parallel, 1.0
+    if points := hardware.corrections.get(spec.kind):
+        ratio = correction(points, forward_flops(ops))
+    if parallel.engine == "torch" and parallel.stages * parallel.tensor * parallel.data > 1:
+        ratio *= 1 + (hardware.rank_slowdown or 0.0)
+    return LayerCost(*(cost.corrected(ratio) for cost in whole))
+
+
+def layer_ops(spec: LayerSpec, config: RootConfig, stack: Stack) -> list[Op]:
+    """What the layer does; what its weights' gradients take besides is layer_cost's."""
+    makers = {"embedding": _embedding, "block": _block, "norm": _norm, "head": _head}
+    if config.model.family != "gpt":
+        makers["block"] = {"llama": _llama_block, "mlp": _mlp_block}[config.model.family]
+    return list(makers[spec.kind](_Shape.of(config, stack)))
+
+
+def forward_flops(ops: list[Op]) -> float:
+    """Of a layer's matrix products on one rank, for one micro-batch."""
+    products = (op for op in ops if isinstance(op, Matmul))
+    return sum(2 * op.rows * op.inner * op.columns * op.batch * op.part for op in products)
+
+
+def correction(points: list[list[float]], flops: float) -> float:
+    """Measured / planned seconds between calibrated layers, linear in the logarithm of FLOPs; beyond them the last."""
+    (least, ratio), *_ = points
+    for (left, start), (right, end) in pairwise(points):
+        if flops > left:
+            ratio = start + (end - start) * min(1.0, log(flops / left) / log(right / left))
+    return ratio if flops > least else points[0][1]
 
 
 @dataclass(frozen=True)
@@ -156,7 +188,8 @@ def _block(s: _Shape) -> Iterator[Op]:
     yield from _residual(s)
     yield from _norm(s)
     yield Matmul(n, s.D, s.F / t)
-    yield Pass(2 * n * s.F / t * s.compute, 3 * n * s.F / t * s.compute)  # GELU
+    inner = n * s.F / t
+    yield Pass(2 * inner * s.compute, 3 * inner * s.compute, exponentials=inner)  # GELU
     yield Matmul(n, s.F / t, s.D)
     yield from _residual(s)
     for _ in range(2):  # after attention and feed-forward; in the backward, before them
@@ -177,7 +210,8 @@ def _llama_block(s: _Shape) -> Iterator[Op]:
     yield from _norm(s)
     yield Matmul(n, s.D, s.F / t)
     yield Matmul(n, s.D, s.F / t)
-    yield Pass(3 * n * s.F / t * s.compute, 5 * n * s.F / t * s.compute)  # SiLU of the gate, times the other
+    inner = n * s.F / t
+    yield Pass(3 * inner * s.compute, 5 * inner * s.compute, exponentials=inner)  # SiLU of the gate, times the other
     yield Matmul(n, s.F / t, s.D)
     yield from _residual(s)
     for _ in range(2):  # after attention and feed-forward; in the backward, before them
@@ -202,9 +236,10 @@ def _attention(s: _Shape) -> Iterator[Op]:
     part = 0.5 if s.fused else 1.0
     yield Matmul(s.T, width, s.T, heads, weights=False, part=part)
     yield Matmul(s.T, s.T, width, heads, weights=False, part=part)
-    if s.fused:
-        return
     scores = heads * s.T**2
+    if s.fused:  # in the same kernel as the products: nothing moved; again in the backward
+        yield Pass(0, 0, exponentials=part * scores)
+        return
     yield Pass(2 * s.compute * scores, 3 * s.compute * scores)  # scale, mask and softmax in one kernel
     if s.attention_dropout:
         yield Pass((2 * s.compute + 1) * scores, (2 * s.compute + 1) * scores)
@@ -250,8 +285,10 @@ def _seconds(ops: list[Op], stack: Stack, device: Rates, tensor: Group) -> tuple
             matmul[1] += device.matmul_s(rows, columns, inner, batch) * part
             matmul[2 if weights else 1] += device.matmul_s(inner, rows, columns, batch) * part
         elif isinstance(op, Pass):
-            for i, moved in enumerate(op):
-                elementwise[i] += device.pass_s(moved) * stack.elementwise if moved else 0
+            special = device.exponentials_s(op.exponentials)
+            for i, moved in enumerate(op[:3]):
+                traffic = device.pass_s(moved) * stack.elementwise if moved else 0.0
+                elementwise[i] += max(traffic, special if i < 2 else 0.0)
         else:
             for i, message in enumerate(op):
                 messages[i] += tensor.all_reduce_s(message)

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import ceil, inf, prod
 
+from conf.device import LARGE_BYTES
 from conf.schema import RootConfig
 from models.describe import DTYPE_BYTES, LayerSpec, feedforward_width, key_value_width
 from pipeline.action import Action
@@ -31,7 +32,6 @@ from planning.memory import (
 )
 
 EVERY = (0, inf)  # sizes of tensors
-LARGE = 16 * 2**20  # training/ranks.py: from here on malloc gives a tensor pages of its own
 # On CPU: code and tables of libraries at their first use in a step (torch 2.13 with MKL; 18 MiB of it pages of files)
 FIRST_USE_BYTES = 25 * 2**20
 
@@ -80,7 +80,7 @@ def peak_memory(
 def _allocator(
     config: RootConfig, stages: dict[int, list[LayerSpec]], actions: list[Action], last_stage: int, live: Live
 ) -> float:
-    """On CPU, what the process holds beside its tensors (glibc 2.36's malloc as training/ranks.py sets it).
+    """On CPU, what the process holds beside its tensors (glibc 2.36's malloc as conf/device.py sets it).
 
     Small tensors are in a heap, which gives nothing back while something lies above it: it stays as large as it ever
     was. Large ones have pages of their own, which come and go. So both have their fullest moments at once, whenever
@@ -89,7 +89,7 @@ def _allocator(
     """
     if config.hardware.device != "cpu":
         return 0
-    pools = (peak(config, stages, actions, last_stage, sizes).total for sizes in ((0, LARGE), (LARGE, inf)))
+    pools = (peak(config, stages, actions, last_stage, sizes).total for sizes in ((0, LARGE_BYTES), (LARGE_BYTES, inf)))
     holes = sum(layer_bytes(config, spec) for specs in stages.values() for spec in specs)
     return FIRST_USE_BYTES + max(0, sum(pools) - live.total) + holes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from conf.schema import HardwareConfig
 from models.describe import DTYPE_BYTES
@@ -19,6 +20,7 @@ class Rates:
     memory_efficiency: float  # part of the bandwidth that element-wise kernels reach
     kernel_latency_s: float  # start of one kernel
     element_bytes: int  # of the products' operands
+    exponentials_per_s: float = inf  # exp, tanh, erf; inf: hidden behind the memory traffic, as on accelerators
 
     def matmul_s(self, rows: float, inner: float, columns: float, batch: float = 1) -> float:
         """Seconds of `batch` products [rows, inner] x [inner, columns].
@@ -34,6 +36,11 @@ class Rates:
     def pass_s(self, moved_bytes: float, kernels: int = 1) -> float:
         """Seconds of element-wise work that reads and writes so many bytes in all."""
         return moved_bytes / self._bandwidth + kernels * self.kernel_latency_s
+
+    def exponentials_s(self, number: float) -> float:
+        """Seconds of an element-wise kernel that takes so many exponentials; 0 where they are hidden."""
+        seconds = number / self.exponentials_per_s
+        return seconds + self.kernel_latency_s if seconds else 0.0
 
     def stream_s(self, moved_bytes: float, kernels: int = 1) -> float:
         """Seconds of element-wise work on tensors that no cache holds: the weights with all that belongs to them."""
@@ -74,4 +81,5 @@ def rates(hardware: HardwareConfig, precision: str, ranks_here: int = 1) -> Rate
         *(figure(hardware, key, "a plan") for key in ("matmul_efficiency", "matmul_half_size", "memory_efficiency")),
         kernel_latency_s=figure(hardware, "kernel_latency_s", "a plan"),
         element_bytes=DTYPE_BYTES[precision],
+        exponentials_per_s=inf if hardware.exponentials_per_s is None else hardware.exponentials_per_s * cores,
     )

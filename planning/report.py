@@ -14,7 +14,7 @@ SPENT = {  # part of the step -> what a reader calls it
     "recompute": "recomputation",
     "host": "host (launching)",
     "tensor_parallel": "tensor-parallel messages",
-    "data_gather": "gathering sharded weights",
+    "data_gather": "sharded weights and gradients",
     "bubble_schedule": "bubble: schedule",
     "bubble_imbalance": "bubble: uneven stages",
     "stage_transfers": "stage transfers, exposed",

@@ -34,19 +34,31 @@ class StageTimes:
     recompute: list[Cost]  # forward run again before the backward, or for I
     again: list[Cost]  # and once more, as often as it takes, for W where that is apart (conf/checkpointing.py)
     gather: list[float]  # full sharding: the weights of the stage, once a forward and once a backward
+    reduce: list[float]  # its gradients, where data ranks add them up after each micro-batch
+    hidden: bool  # whether these run beside the computation, or (on processors) take the same cores
+    host: list[float]  # what sharing layers costs the host, in forward and backward together
     action_overhead_s: float
     transfer_s: float
     latency_s: float
 
     @property
     def forward(self) -> list[float]:
-        return [max(c.forward.total, g) + self.action_overhead_s for c, g in zip(self.layers, self.gather, strict=True)]
+        return [
+            self._beside(cost.forward.total, gather) + host / 3 + self.action_overhead_s
+            for cost, gather, host in zip(self.layers, self.gather, self.host, strict=True)
+        ]
 
     @property
     def last_input(self) -> list[float]:
         """Backward for the input, nothing recomputed."""
-        pairs = zip(self.layers, self.gather, strict=True)
-        return [max(c.backward_input.total, g) + self.action_overhead_s for c, g in pairs]
+        rows = zip(self.layers, self.gather, self.reduce, self.host, strict=True)
+        return [
+            self._beside(cost.backward_input.total, gather + reduce) + host * 2 / 3 + self.action_overhead_s
+            for cost, gather, reduce, host in rows
+        ]
+
+    def _beside(self, compute: float, messages: float) -> float:
+        return max(compute, messages) if self.hidden else compute + messages
 
     @property
     def last_weight(self) -> list[float]:
@@ -114,7 +126,7 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
     parallel, train = config.parallel, config.train
     one_of = {spec.kind: spec for specs in layout.stages for spec in specs}  # layers of one kind cost the same
     cost_of = {kind: layer_cost(spec, config, stack, device, paths.tensor) for kind, spec in one_of.items()}
-    stages, recomputed, gather = [], [], []
+    stages, recomputed, gather, reduce, host = [], [], [], [], []
     reruns = forwards_again(config) - 1 if splits_backward(parallel) else 0
     for kinds, elements in zip(layout.kinds, layout.elements, strict=True):
         whole, again = LayerCost(Cost(), Cost(), Cost()), Cost()
@@ -126,17 +138,38 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
                 again += cost_of[kind].forward * number
         stages.append(whole)
         recomputed.append(again)
-        bytes_held = elements / parallel.tensor * weight_bytes(config, stack)
-        gather.append(paths.data.gather_s(bytes_held) if parallel.shard == "full" else 0.0)
+        whole_s = paths.data.gather_s(elements / parallel.tensor * weight_bytes(config, stack))
+        gather.append(whole_s if parallel.shard == "full" else 0.0)
+        reduce.append(whole_s if reduces_each(parallel) else 0.0)
+        host.append(kinds["block"] * shared_block_s(config))
     wide = stack.stream_bytes if train.precision == "bfloat16" else device.element_bytes
     message = micro_batch(config) * train.sequence * config.model.hidden * wide
     if stack.split_messages:
         message /= parallel.tensor
-    overhead = stack.action_overhead_s if parallel.engine == "torch" else 0.0  # the others only call a module
+    overhead = 0.0  # the others only call a module
+    if parallel.engine == "torch":
+        measured = config.hardware.action_overhead_s if stack.name == "torch" else None
+        overhead = stack.action_overhead_s if measured is None else measured
     again = [again * (reruns if stage else 0) for stage, again in enumerate(recomputed)]  # the first stage has no I
     return StageTimes(
-        stages, recomputed, again, gather, overhead, message / paths.stage.bytes_per_s, paths.stage.latency_s
-    )
+        stages, recomputed, again, gather, reduce, config.hardware.device != "cpu", host, overhead,
+        message / paths.stage.bytes_per_s, paths.stage.latency_s,
+    )  # fmt: skip
+
+
+def reduces_each(parallel: ParallelConfig) -> bool:
+    """Whether data ranks add up their gradients after each micro-batch: a pipeline does it once, at its end."""
+    return parallel.shard in ("gradients", "full") and parallel.stages == 1 and parallel.data > 1
+
+
+def shared_block_s(config: RootConfig) -> float:
+    """Of the host, for forward and backward of a block that ranks share."""
+    parallel, hardware = config.parallel, config.hardware
+    seconds = hardware.tensor_block_s if parallel.tensor > 1 else 0.0
+    if parallel.data > 1:
+        own = hardware.sharded_block_s if parallel.shard in ("gradients", "full") else hardware.replicated_block_s
+        return (seconds or 0.0) + (own or 0.0)
+    return seconds or 0.0
 
 
 def splits_backward(parallel: ParallelConfig) -> bool:
@@ -260,11 +293,10 @@ def _work(config: RootConfig, times: StageTimes) -> dict[str, float]:
     for number, again in zip(_weights_apart(config, times), times.again, strict=True):
         parts["recompute"] += number * (again.matmul + again.elementwise)
         parts["tensor_parallel"] += number * again.tensor
-    parts["host"] = 2 * m * len(times.layers) * times.action_overhead_s
-    gather = m * (sum(times.forward) + sum(times.last_input))
-    gather -= m * sum(c.forward.total + c.backward_input.total for c in times.layers) + parts["host"]
-    if config.parallel.shard == "full":
-        parts["data_gather"] = gather
+    parts["host"] = m * (2 * len(times.layers) * times.action_overhead_s + sum(times.host))
+    if config.parallel.shard in ("gradients", "full"):
+        seconds = m * (sum(times.forward) + sum(times.last_input)) - parts["host"]
+        parts["data_gather"] = seconds - m * sum(c.forward.total + c.backward_input.total for c in times.layers)
     return parts
 
 
@@ -287,7 +319,13 @@ def after_flushes(config: RootConfig, layout: Layout, stack: Stack, device: Rate
     most = (sum(held) if one_at_a_time(config) else max(held)) / parallel.tensor
     element = weight_bytes(config, stack)
     gathered = 0 if parallel.shard == "full" else paths.data.gather_s(most * element)
-    reduction = stack.exposed_reduction * (paths.data.gather_s(most * element) + gathered)
+    reduced = 0.0 if reduces_each(parallel) and config.hardware.device == "cpu" else paths.data.gather_s(most * element)
+    reduction = stack.exposed_reduction * (reduced + gathered)
+    if parallel.data > 1 and not reduces_each(parallel):
+        blocks = [0] * (max(layout.rank_of) + 1)
+        for kinds, rank in zip(layout.kinds, layout.rank_of, strict=True):
+            blocks[rank] += kinds["block"]
+        reduction += max(blocks) * (config.hardware.reduced_block_s or 0.0)
     tied = 0.0
     if model.tied and parallel.stages > 1 and parallel.engine == "torch" and layout.rank_of[0] != layout.rank_of[-1]:
         tied = paths.ends.all_reduce_s(model.vocabulary / parallel.tensor * model.hidden * element)

@@ -9,8 +9,11 @@ import pytest
 from composing import resolved
 
 from planning import calibrate
-from planning.calibrate import DIRECT, FITTED, SHAPES, calibrated, fit, pieces
+from planning.calibrate import DIRECT, FITTED, LARGE, PAIR, PIPELINED, SHAPES, between_ranks, calibrated, fit, pieces
+from planning.layers import correction
 from planning.rates import rates
+from planning.stack import get_stack
+from planning.step import step_time
 
 FAST = {
     "matmul_efficiency": 1.4,
@@ -58,6 +61,55 @@ def test_measured_once_and_cached(monkeypatch):
     assert calls == [1, 1]
 
 
+def test_what_ranks_cost_each_other_is_recovered_from_what_a_known_machine_would_measure(monkeypatch):
+    known = dict(link_bytes_per_s=1e9, link_efficiency=1.0, link_latency_s=1e-4, action_overhead_s=8e-4)
+    known |= dict(rank_slowdown=0.06, tensor_block_s=7e-3, sharded_block_s=5e-3, replicated_block_s=5e-4)
+    known |= dict(reduced_block_s=1e-3)
+    hardware = replace(resolved().hardware, **FAST, **MEASURED)
+    there = replace(hardware, **known, devices_per_node=2)
+    pair = {"small_s": 2e-4, "large_s": 2e-4 + LARGE / 1e9, "block_s": 3e-4}
+    pair |= {"tensor_s": 3e-4 + 7e-3 + 8e-4, "sharded_s": 3e-4 + 5e-3 + 3e-4}
+    pair |= {"replicated_s": 8e-4, "reduced_s": 8e-4 + 1e-3 + 2e-4}
+    for name, shape in (("small", SHAPES[0]), ("shape", SHAPES[PIPELINED])):
+        pair[f"{name}_flush_s"] = calibrate._flush_s(shape, there)
+    found = between_ranks(pair, hardware)
+    assert set(found) == set(PAIR)
+    assert found == pytest.approx(known, rel=0.05)
+
+    monkeypatch.setattr(calibrate, "_measure", lambda cores: answer(hardware) | {"pair": pair})
+    first, second = calibrated(resolved()), calibrated(resolved())  # measured, then cached
+    assert first.hardware == second.hardware and first.hardware.tensor_block_s == found["tensor_block_s"]
+
+
+def test_corrections_are_met_at_their_points_and_between_them():
+    points = [[1e6, 0.9], [1e8, 1.1], [1e9, 1.0]]
+    assert [correction(points, flops) for flops in (1e5, 1e6, 1e7, 1e8, 1e9, 1e12)] == pytest.approx(
+        [0.9, 0.9, 1.0, 1.1, 1.0, 1.0]
+    )
+
+
+def test_the_host_of_shared_blocks_is_in_the_step():
+    """On processors nothing hides it: so many micro-batches times eight blocks, or once a step."""
+
+    def seconds(*overrides: str, **figures: float) -> float:
+        config = resolved("parallel.balance=uniform", "parallel.chunks=4", "train.global_batch=32", *overrides)
+        config = replace(config, hardware=replace(config.hardware, **figures))
+        return step_time(config, get_stack("torch"), explain=False).total
+
+    for overrides, key, times in (
+        (("parallel=tp2",), "tensor_block_s", 4 * 8),
+        (("parallel=dp4",), "replicated_block_s", 4 * 8),
+        (("parallel=dp4",), "reduced_block_s", 8),
+        (("parallel=fsdp4",), "sharded_block_s", 4 * 8),
+    ):
+        more = seconds(*overrides, **{key: 0.01}) - seconds(*overrides)
+        assert more == pytest.approx(times * 0.01), key
+    for key in ("tensor_block_s", "sharded_block_s", "replicated_block_s"):
+        assert seconds("parallel=pp2", **{key: 0.01}) == seconds("parallel=pp2")
+    slow = seconds("parallel=pp2", rank_slowdown=0.5) / seconds("parallel=pp2")
+    assert 1.3 < slow < 1.5 and seconds("parallel=single", rank_slowdown=0.5) == seconds("parallel=single")
+
+
 def test_only_processors_that_auto_found_are_measured(monkeypatch):
     monkeypatch.setattr(calibrate, "_measure", lambda cores: pytest.fail("measured"))
     for config in (resolved("hardware=cpu"), resolved("hardware=p4d"), resolved("train.precision=float64")):
@@ -76,6 +128,8 @@ def test_this_machine_answers():
     measured = calibrate._measure(2)
     assert 0.5 <= measured["thread_efficiency"] <= 1
     hardware = replace(hardware, **{key: measured[key] for key in DIRECT})
+    pair = between_ranks(measured["pair"], replace(hardware, **fit(measured["pieces"], hardware)))
+    assert 0 < pair["link_latency_s"] < 0.1 and pair["tensor_block_s"] > 1e-4 < pair["sharded_block_s"]
     found = fit(measured["pieces"], hardware)
     for key, (least, most) in FITTED.items():
         assert least <= found[key] <= most

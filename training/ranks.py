@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from conf.device import keep_large_tensors_apart
 from training.watch import Board
 
 
@@ -60,7 +60,7 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        _keep_large_tensors_apart()
+        keep_large_tensors_apart()
         try:
             Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (Linux proc(5))
         except OSError:
@@ -76,15 +76,6 @@ class Ranks:
     def peak_resident_bytes(self) -> int:
         """Peak of the whole process' resident memory."""
         return _status_bytes("VmHWM")
-
-
-def _keep_large_tensors_apart() -> None:
-    """glibc's malloc: tensors of 16 MiB and more get pages of their own. Left alone it takes up to 32 MiB from its
-    heap, where the logits of a large vocabulary leave holes of many times their size that nobody can predict."""
-    with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 16 << 20)  # M_MMAP_THRESHOLD, which no longer grows by itself then
-        libc.mallopt(-1, 64 << 20)  # M_TRIM_THRESHOLD, as large as it would have grown: trimming costs page faults
 
 
 def _status_bytes(key: str) -> int:
