@@ -1,8 +1,10 @@
-"""hardware=auto on processors: what this machine reaches, measured once in a child process and cached. No torch here.
+"""hardware=auto on processors: what this machine reaches, measured once in child processes and cached. No torch here.
 
 Of one core while all others do the same, since ranks share memory and clock: the bandwidth of an optimizer's step, and
 the figures of planning/rates.py that predict the measured pieces best: products' efficiency and half size, the
-bandwidth of element-wise kernels beside the optimizer's, the start of a kernel. Besides, what threads lose.
+bandwidth of element-wise kernels beside the optimizer's, exponentials, the start of a kernel; and, for layers like
+those that were measured, what these figures leave (HardwareConfig.corrections). Besides, what threads lose, and what
+two ranks cost each other: messages, the host's work around them, and by how much computing beside them is slower.
 """
 
 from __future__ import annotations
@@ -66,13 +68,14 @@ DIRECT = ("memory_bytes_per_s", "thread_efficiency")  # measured as they are
 def calibrated(config: RootConfig) -> RootConfig:
     """The resolved configuration with this machine's own figures, where hardware=auto is a processor; else as it is.
 
-    Measures at the first call (a few seconds); where the child fails, the defaults stay.
+    Measures at the first call, which takes about ten seconds and says so; where a child fails, the defaults stay.
     """
     hardware = config.hardware
     if hardware.device != "cpu" or not hardware.name.startswith("auto") or config.train.precision != "float32":
         return config
     figures = _cached()
     if figures is None:
+        print("measuring what this machine reaches, once: about 10 s", flush=True)
         measured = _measure(hardware.devices_per_node or 1)
         if measured is None:
             return config
