@@ -84,11 +84,24 @@ def check_values(config: RootConfig) -> None:
             value = _get(config, key)
             if value is not None and not allowed(value):
                 raise ValueError(f"{key}={value} {says}")
+    check_corrections(config.hardware.corrections)
     if config.train.steps is not None and config.train.tokens is not None:
         raise ValueError(
             f"train.steps={config.train.steps} and train.tokens={config.train.tokens:g} are both given: "
             "give one, the other follows from it"
         )
+
+
+def check_corrections(corrections: dict) -> None:
+    """hardware.corrections: of a kind of layer points [FLOPs, ratio], FLOPs rising. ValueError."""
+    for kind, points in corrections.items():
+        try:
+            flops, ratios = zip(*points, strict=True)
+            good = all(0 < value < math.inf for value in (*flops, *ratios)) and list(flops) == sorted(set(flops))
+        except (TypeError, ValueError):
+            good = points == []
+        if not good:
+            raise ValueError(f"hardware.corrections.{kind}={points} must be pairs [FLOPs, ratio] above 0, FLOPs rising")
 
 
 def check(config: RootConfig, *, here: bool = True) -> list[str]:
@@ -204,10 +217,6 @@ def _check_layout(config: RootConfig) -> None:
             f"parallel.engine={parallel.engine} has one model stage a rank, not parallel.interleave="
             f"{parallel.interleave}: set parallel.interleave=1, or parallel.engine=torch"
         )
-    if parallel.engine == "torch":
-        from pipeline.schedule import make_schedule
-
-        make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
     model_stages = parallel.stages * parallel.interleave
     if isinstance(parallel.balance, str):
         from pipeline.action import Impossible
@@ -227,6 +236,10 @@ def _check_layout(config: RootConfig) -> None:
             )
     else:
         _check_balance(parallel.balance, model_stages, blocks, _num_layers(config))
+    if parallel.engine == "torch":  # last, since a schedule of hundreds of stages takes a while to make
+        from pipeline.schedule import make_schedule
+
+        make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave)
 
 
 def _num_layers(config: RootConfig) -> int:

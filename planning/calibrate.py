@@ -18,7 +18,9 @@ import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from conf.check import check_corrections
 from conf.device import num_cores
+from conf.resolve import hardware_file
 from conf.schema import (
     DataConfig,
     HardwareConfig,
@@ -62,31 +64,61 @@ FITTED = {  # figure: least, most
 KINDS = ("block", "head")  # of layers that are measured
 SHARED = ("tensor_block_s", "sharded_block_s", "replicated_block_s", "reduced_block_s")
 PAIR = ("link_bytes_per_s", "link_efficiency", "link_latency_s", "action_overhead_s", "rank_slowdown", *SHARED)
+MAY_BE_ZERO = ("link_latency_s", "action_overhead_s", "rank_slowdown", *SHARED)
 DIRECT = ("memory_bytes_per_s", "thread_efficiency")  # measured as they are
 
 
 def calibrated(config: RootConfig) -> RootConfig:
     """The resolved configuration with this machine's own figures, where hardware=auto is a processor; else as it is.
 
-    Measures at the first call, which takes about ten seconds and says so; where a child fails, the defaults stay.
+    Measures at the first call, which takes about ten seconds and says so; where a child fails, the defaults stay, and
+    so does each figure that was typed: one that differs from hardware=auto's own.
     """
     hardware = config.hardware
     if hardware.device != "cpu" or not hardware.name.startswith("auto") or config.train.precision != "float32":
         return config
+    default = replace(HardwareConfig(**hardware_file("cpu")), devices_per_node=num_cores())
     figures = _cached()
     if figures is None:
         print("measuring what this machine reaches, once: about 10 s", flush=True)
-        measured = _measure(hardware.devices_per_node or 1)
-        if measured is None:
+        figures = _found(default)
+        if figures is None:
+            print("measuring failed: the rough figures of conf/hardware/cpu.yaml are taken", flush=True)
             return config
-        figures = {key: measured[key] for key in DIRECT}
-        figures |= fit(measured["pieces"], replace(hardware, **figures))
-        figures["corrections"] = corrections(measured["pieces"], replace(hardware, **figures))
-        if "pair" in measured:
-            figures |= between_ranks(measured["pair"], replace(hardware, **figures))
         _store(figures)
+    # what was typed stands
+    figures = {key: value for key, value in figures.items() if getattr(hardware, key) == getattr(default, key)}
     sources = hardware.sources | dict.fromkeys(figures, "measured on this machine (planning/calibrate.py)")
     return replace(config, hardware=replace(hardware, **figures, sources=sources))
+
+
+def _found(default: HardwareConfig) -> dict | None:
+    """All figures of this machine; None where a child failed or measured what cannot be. default: what hardware=auto
+    starts from, whatever was typed over it: the figures are kept for runs of which nothing is."""
+    measured = _measure(default.devices_per_node)
+    if measured is None:
+        return None
+    try:
+        figures = {key: measured[key] for key in DIRECT}
+        figures |= fit(measured["pieces"], replace(default, **figures))
+        figures["corrections"] = corrections(measured["pieces"], replace(default, **figures))
+        if "pair" in measured:
+            figures |= between_ranks(measured["pair"], replace(default, **figures))
+        return _checked(figures)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        return None
+
+
+def _checked(figures: dict) -> dict:
+    """The same as numbers. ValueError, KeyError or TypeError where one is missing or cannot be."""
+    pair = PAIR if PAIR[0] in figures else ()  # one core has no second rank
+    found = {key: float(figures[key]) for key in (*DIRECT, *FITTED, *pair)}
+    for key, value in found.items():
+        if not 0 <= value < math.inf or (value == 0 and key not in MAY_BE_ZERO):
+            raise ValueError(f"{key}={value} cannot be")
+    points = {kind: [[float(f), float(r)] for f, r in figures["corrections"][kind]] for kind in KINDS}
+    check_corrections(points)
+    return found | {"corrections": points}
 
 
 def fit(seconds: list[dict], hardware: HardwareConfig) -> dict[str, float]:
@@ -233,20 +265,17 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _cached() -> dict[str, float] | None:
+def _cached() -> dict | None:
     try:
         stored = json.loads(CACHE.read_text())
         if stored["key"] != _key():
             return None
-        pair = PAIR if PAIR[0] in stored["figures"] else ()  # one core has no second rank
-        figures = {key: float(stored["figures"][key]) for key in (*DIRECT, *FITTED, *pair)}
-        points = {kind: [[float(f), float(r)] for f, r in stored["figures"]["corrections"][kind]] for kind in KINDS}
-        return figures | {"corrections": points}
+        return _checked(stored["figures"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # never measured, or a file that is not ours
 
 
-def _store(figures: dict[str, float]) -> None:
+def _store(figures: dict) -> None:
     try:
         CACHE.parent.mkdir(parents=True, exist_ok=True)
         partial = CACHE.with_name(f"{CACHE.name}.{os.getpid()}.tmp")

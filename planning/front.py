@@ -34,6 +34,7 @@ class Refused(BaseException):
 
 
 PLANS = Path("experiments/plans")
+LONGEST_NAME = 200  # of a partial file: most file systems take 255 characters
 
 register()
 
@@ -109,24 +110,42 @@ def write_plan(plan: dict, output: str | None, config: RootConfig) -> Path:
         return _write_new(Path(output), text)
     name = file_name(("model", config.model), ("parallel", config.parallel), ("hardware", config.hardware))
     number, path = 1, PLANS / f"{name}.json"
-    while path.exists() and path.read_text() != text:
+    while os.path.lexists(path) and not _says(path, text):
         number += 1
         path = PLANS / f"{name}-{number}.json"
     return _write_new(path, text)
 
 
 def _write_new(path: Path, text: str) -> Path:
-    if path.exists():
-        if path.is_file() and path.read_text() == text:
-            return path
-        raise ValueError(
-            f"output={path} exists already and says something else; choose another name, it was not touched"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(text)
-    os.replace(partial, path)
+    """ValueError: it exists and says something else, or cannot be written."""
+    if _says(path, text):
+        return path
+    try:
+        if path.is_dir():
+            raise ValueError(f"output={path} is a folder: give the name of a file, as in output={path / 'plan.json'}")
+        if path.exists():
+            raise ValueError(
+                f"output={path} exists already and says something else; choose another name, it was not touched"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name[:LONGEST_NAME]}.{os.getpid()}.tmp")
+        try:
+            partial.write_text(text)
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ValueError(f"output={path} cannot be written ({error.strerror}): give another with output=…") from error
     return path
+
+
+def _says(path: Path, text: str) -> bool:
+    """Whether there is such a file with just this text."""
+    try:
+        return path.is_file() and path.read_text() == text
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 # --- a table of points ---
@@ -155,9 +174,8 @@ def run_points(typed: PlanRootConfig, overrides: list[str]) -> None:
     print(summary(predicted))
     print(f"\n{len(predicted) - len(bad)} of {len(predicted)} rows predicted: {path}")
     if bad:
-        raise ValueError(
-            f"{len(bad)} of {len(predicted)} rows of {typed.points} could not be predicted; the others were"
-        )
+        others = "; the others were" if len(bad) < len(predicted) else ""
+        raise ValueError(f"{len(bad)} of {len(predicted)} rows of {typed.points} could not be predicted{others}")
 
 
 def _csv_text(rows: list[dict]) -> str:

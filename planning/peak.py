@@ -14,7 +14,8 @@ What it rests on, seen with torch 2.13 by tracking every storage of a step (test
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 from math import ceil, inf, prod
 
 from conf.device import LARGE_BYTES
@@ -47,14 +48,18 @@ class Live:
     workspace: float = 0  # temporary tensors
 
     def __add__(self, other: Live) -> Live:
-        return Live(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Live)))
+        return Live(*(mine + its for mine, its in zip(self._bytes, other._bytes, strict=True)))
 
     def __neg__(self) -> Live:
-        return Live(*(-getattr(self, f.name) for f in fields(Live)))
+        return Live(*(-mine for mine in self._bytes))
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, f.name) for f in fields(Live))
+        return sum(self._bytes)
+
+    @property
+    def _bytes(self) -> tuple[float, ...]:
+        return self.gradients, self.activations, self.logits, self.messages, self.workspace
 
 
 def peak_memory(
@@ -181,6 +186,9 @@ class _Stage:
         validation = min(parallel.chunks, (train.validate_sequences or 0) // max(1, micro_batch(config)))
         self.buffers = self.stream * (receives * (parallel.chunks + validation) + passes_on * parallel.chunks)
         self.input = self.stream * receives  # the first layer's input is one of these buffers
+        # most micro-batches are alike: each of these is asked for as many times as there are actions
+        self.kept, self.backward = cache(self.kept), cache(self.backward)
+        self.split_input, self.split_weight = cache(self.split_input), cache(self.split_weight)
 
     def kept(self, plain: bool) -> Live:
         """From F until B."""

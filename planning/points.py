@@ -69,12 +69,17 @@ class Point:
 
 
 def read_table(path: str | Path) -> list[dict[str, str]]:
-    """The rows. ValueError for a file that is not there, is empty, or lacks a needed column."""
+    """The rows. ValueError for a file that is not there, is empty or no table, or lacks a needed column."""
     try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
+        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
+            reader = csv.DictReader(file, skipinitialspace=True)
+            rows, columns = list(reader), reader.fieldnames or []
     except OSError as error:
         raise ValueError(f"points={path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"points={path} is no table of comma-separated UTF-8 text: {error}") from error
+    if twice := [column for column in dict.fromkeys(columns) if columns.count(column) > 1]:
+        raise ValueError(f"points={path} has the column {twice[0]} {columns.count(twice[0])} times: keep one of them")
     if not rows:
         raise ValueError(f"points={path} has no rows")
     missing = [column for column in NEEDED if column not in rows[0]]

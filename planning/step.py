@@ -258,8 +258,8 @@ def _spared(config: RootConfig, times: StageTimes) -> float:
 
 
 def _waiting(parallel: ParallelConfig, times: StageTimes, real: Flush) -> dict[str, float]:
-    """Mean idle time of a flush, by its reason: transfers are what the makespan loses without them; imbalance what it
-    loses when, besides, every stage takes the mean; the schedule has the rest."""
+    """Mean idle time of a flush, by its reason: transfers are what it loses without them; imbalance what it loses when,
+    besides, every stage takes the mean (0 where it gains); the schedule has the rest."""
     idle = real.makespan - sum(real.busy) / len(real.busy)
     at_once = run_flush(parallel, times, latency_s=0.0, transfer_s=0.0)
 
@@ -270,9 +270,12 @@ def _waiting(parallel: ParallelConfig, times: StageTimes, real: Flush) -> dict[s
     kinds = (times.forward, times.backward_input, times.backward_weight)
     last = {name: mean(seconds) for name, seconds in times.last(parallel).items()}
     even = flush(schedule, *map(mean, kinds), backward=mean(times.backward), last=last)
-    transfers, imbalance = real.makespan - at_once.makespan, at_once.makespan - even.makespan
+    transfers = real.makespan - at_once.makespan
+    left = idle - transfers
+    # recomputed, a stage's W may take longer than another's I and W together, and the mean stages work less or more
+    imbalance = max(0.0, left - (even.makespan - sum(even.busy) / len(even.busy)))
     return {
-        "bubble_schedule": idle - transfers - imbalance,
+        "bubble_schedule": left - imbalance,
         "bubble_imbalance": imbalance,
         "stage_transfers": transfers,
     }

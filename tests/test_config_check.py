@@ -207,3 +207,12 @@ def test_configuration_imports_no_torch():
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, check=True, timeout=60)
+
+
+def test_more_stages_than_layers_are_told_before_a_schedule_is_made(monkeypatch):
+    """zb_v of thousands of stages takes seconds to make, and remedies ask for many."""
+    config = resolved("parallel.schedule=zb_v")
+    config.parallel.stages = 4096
+    monkeypatch.setattr("pipeline.schedule.make_schedule", lambda *_: pytest.fail("made"))
+    with pytest.raises(ValueError, match="8192 model stages .* are more than the 11 layers"):
+        check(config, here=False)

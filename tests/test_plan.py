@@ -13,7 +13,9 @@ import pytest
 from composing import resolved
 
 from conf.check import check
+from planning import front
 from planning.balance import resolved_balance
+from planning.points import NEEDED, read_table
 from planning.predict import needed_bytes, num_devices, ranks_memory
 from planning.remedies import remedies
 from planning.stack import get_stack
@@ -73,6 +75,25 @@ def test_plans_are_never_overwritten(tmp_path):
     refused = run_plan(tmp_path, "hardware=p4d", "train.steps=7", f"output={names[0]}")
     assert refused.returncode == 2 and "exists already" in refused.stderr
     assert json.loads((tmp_path / names[0]).read_text())["run"]["steps"] == 5
+
+
+@pytest.mark.parametrize(
+    "output, words",
+    [
+        ("taken", "output=taken is a folder: give the name of a file, as in output=taken/plan.json"),
+        ("file/plan.json", "output=file/plan.json cannot be written (File exists)"),
+        ("/proc/plan.json", "output=/proc/plan.json cannot be written"),
+        ("x" * 300 + ".json", ".json cannot be written (File name too long)"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused(tmp_path, monkeypatch, output, words):
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    Path("file").write_text("")
+    with pytest.raises(ValueError) as refusal:
+        front.write_plan({}, output, resolved())
+    assert words in str(refusal.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "taken"]
 
 
 def test_what_does_not_fit_is_told_with_remedies(tmp_path):
@@ -227,6 +248,29 @@ def test_hardware_figures_typed_are_laid_over_the_rows(tmp_path):
         assert done.returncode == 0, done.stderr
     one, two = (float(read_rows(tmp_path / f"{name}.csv")[0]["predicted_step_time_s"]) for name in ("one", "two"))
     assert 1.4 < two / one < 2
+
+
+def test_a_table_that_a_spreadsheet_wrote_is_read(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("\ufeff" + ", ".join(NEEDED) + "\n" + ", ".join(NEEDED) + "\n", encoding="utf-8")
+    assert read_table(path) == [{column: column for column in NEEDED}]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"\xff\xfe\x00", "is no table of comma-separated UTF-8 text"),
+        (b"gpu\n" + b"x" * 200_000, "is no table of comma-separated UTF-8 text"),
+        (b"gpu,heads,gpu\na100,1,h100\n", "has the column gpu 2 times"),
+        (b"", "has no rows"),
+    ],
+    ids=["binary", "huge cell", "column twice", "empty"],
+)
+def test_what_is_no_table_is_refused(tmp_path, content, words):
+    path = tmp_path / "table.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"points={path} {words}"):
+        read_table(path)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,57 @@ def test_a_child_that_fails_leaves_the_defaults(monkeypatch):
     assert not calibrate.CACHE.exists()
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"memory_bytes_per_s": 0},
+        {"matmul_efficiency": -1},
+        {"kernel_latency_s": float("nan")},
+        {"memory_bytes_per_s": float("inf")},
+        {"thread_efficiency": None},
+        {"corrections": {"block": [[1e6, 1.0], [1e6, 2.0]], "head": []}},
+        {"corrections": {"block": [[1e6, 0.0]], "head": []}},
+        {"corrections": {"block": []}},
+    ],
+    ids=str,
+)
+def test_figures_in_the_cache_that_cannot_be_are_measured_anew(monkeypatch, broken):
+    calls = []
+    monkeypatch.setattr(calibrate, "_measure", lambda cores: calls.append(1) or answer(resolved().hardware))
+    first = calibrated(resolved())
+    stored = json.loads(calibrate.CACHE.read_text())
+    calibrate.CACHE.write_text(json.dumps(stored | {"figures": stored["figures"] | broken}))
+    assert calibrated(resolved()) == first and calls == [1, 1]
+    assert json.loads(calibrate.CACHE.read_text()) == stored
+
+
+def test_a_measurement_that_cannot_be_leaves_the_defaults(monkeypatch, capsys):
+    zero = answer(resolved().hardware)
+    zero["pieces"][0]["block"] = 0.0
+    monkeypatch.setattr(calibrate, "_measure", lambda cores: zero)
+    assert calibrated(resolved()) == resolved() and not calibrate.CACHE.exists()
+    assert "measuring failed" in capsys.readouterr().out
+
+
+def test_what_was_typed_stands_and_is_in_no_other_run(monkeypatch):
+    monkeypatch.setattr(calibrate, "_measure", lambda cores: answer(resolved().hardware))
+    typed = resolved(
+        "hardware.memory_bytes_per_s=3e9", "hardware.peak_flops_float32=1e12", "hardware.rank_slowdown=0.5"
+    )
+    found = calibrated(typed).hardware  # the first to be measured for
+    assert (found.memory_bytes_per_s, found.peak_flops_float32, found.rank_slowdown) == (3e9, 1e12, 0.5)
+    assert "memory_bytes_per_s" not in found.sources or "measured on this" not in found.sources["memory_bytes_per_s"]
+    after = calibrated(resolved())
+    calibrate.CACHE.unlink()
+    assert after == calibrated(resolved())
+
+
+@pytest.mark.parametrize("points", ["3", "[[0,1]]", "[[2,1],[1,1]]", "[[1,1,1]]", "[[1,-1]]", "[[1,x]]"])
+def test_corrections_that_are_typed_are_checked(points):
+    with pytest.raises(ValueError, match="hardware.corrections.block="):
+        resolved(f"+hardware.corrections={{block:{points}}}")
+
+
 def test_this_machine_answers():
     """Real measurements, in children that run at once: within the bounds, and the planner then predicts them."""
     hardware = resolved().hardware

@@ -277,3 +277,23 @@ def test_a_backward_in_two_parts_recomputes_for_each_module_again():
     assert recomputed("zb_h1") == pytest.approx((1 + 7) / 2 * recomputed("1f1b"))
     assert recomputed("zb_h1", "except_last") == pytest.approx(7 / 8 * recomputed("zb_h1"))
     assert recomputed("1f1b") < recomputed("dualpipe_v", interleave=2) < recomputed("zb_v", interleave=2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.stages=1 parallel.schedule=dualpipe_v parallel.checkpoint=always parallel.balance=[1,10]",
+        "parallel.stages=2 parallel.schedule=dualpipe_v parallel.checkpoint=except_last parallel.balance=[3,2,2,4]",
+        "parallel.stages=3 parallel.schedule=zb_h2 parallel.chunks=1 parallel.balance=[4,3,4]",
+        "parallel.stages=2 parallel.schedule=interleaved_1f1b parallel.chunks=2 parallel.balance=[1,4,4,2]",
+    ],
+)
+def test_no_bubble_is_less_than_nothing(overrides):
+    """Also where uneven stages gain, and where their mean would work less than they do."""
+    config = resolved("hardware=p5", *overrides.split())
+    stack = get_stack("torch")
+    told, plain = step_time(config, stack), step_time(config, stack, explain=False)
+    assert told.total == pytest.approx(plain.total)
+    assert min(told.parts.values()) >= -1e-9 * told.total
+    waiting = sum(told.parts[name] for name in ("bubble_schedule", "bubble_imbalance", "stage_transfers"))
+    assert waiting == pytest.approx(plain.parts["bubble"], abs=1e-9 * told.total)
