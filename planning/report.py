@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from conf.names import named
-from conf.schema import RootConfig
+from conf.names import changed, named
+from conf.schema import HardwareConfig, RootConfig
 from conf.words import count, large, plural, significant
 
 MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "messages", "workspace", "allocator", "runtime")
@@ -146,12 +146,25 @@ def _totals(plan: dict, config: RootConfig) -> str:
     ]
     if "cost_usd" in figures:
         lines.append(
-            f"cost       ${figures['cost_usd']:,.0f} at ${hardware.price_usd_per_hour:,.2f} an hour for a node of "
-            f"{hardware.devices_per_node}, on demand, {hardware.price_date}"
+            f"cost       {dollars(figures['cost_usd'])} at ${hardware.price_usd_per_hour:,.2f} an hour for a node of "
+            f"{hardware.devices_per_node}{_price_source(hardware)}"
         )
     elif hardware.device != "cpu":
         lines.append("cost       unknown: give hardware.price_usd_per_hour, or a cloud node such as hardware=p4de")
     return "\n".join(lines)
+
+
+def dollars(amount: float) -> str:
+    """For people: cents of what is little."""
+    return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}" if amount >= 0.005 or not amount else "under $0.01"
+
+
+def _price_source(hardware: HardwareConfig) -> str:
+    """The day on which the file's price was read is not that of a price that was typed."""
+    typed = {change.partition("=")[0] for change in changed("hardware", hardware)}
+    if "price_usd_per_hour" in typed and "price_date" not in typed:
+        return ", as typed"
+    return f", on demand, {hardware.price_date}" if hardware.price_date else ""
 
 
 def align(rows: list[list[str]], left: int) -> str:

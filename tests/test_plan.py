@@ -13,10 +13,10 @@ import pytest
 from composing import resolved
 
 from conf.check import check
-from planning import front
+from planning import front, report
 from planning.balance import resolved_balance
 from planning.points import NEEDED, read_table
-from planning.predict import needed_bytes, num_devices, ranks_memory
+from planning.predict import make_plan, needed_bytes, num_devices, ranks_memory
 from planning.remedies import remedies
 from planning.stack import get_stack
 from planning.step import Layout, step_time
@@ -306,3 +306,21 @@ def test_a_missing_column_is_named(tmp_path):
     write_table(tmp_path / "table.csv", FIGURE_12[0][1:10], header=HEADER[1:10])
     done = run_plan(tmp_path, "points=table.csv")
     assert done.returncode == 2 and "lacks the columns stages" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        ("hardware=p4d", "at $21.96 an hour for a node of 8, on demand, 2026-07-20"),
+        ("hardware=p4d hardware.price_usd_per_hour=3.5", "at $3.50 an hour for a node of 8, as typed"),
+        ("hardware=p4d hardware.price_usd_per_hour=3.5 hardware.price_date=2026-12-01", "8, on demand, 2026-12-01"),
+        ("hardware=v100 hardware.price_usd_per_hour=3.5", "an hour for a node of 8, as typed"),
+        ("hardware=p4d train.steps=1", "cost       under $0.01 at"),
+        ("hardware=p4d hardware.price_usd_per_hour=0", "cost       $0.00 at $0.00"),
+    ],
+)
+def test_a_price_says_where_it_is_from(overrides, says):
+    config = resolved_balance(resolved(*overrides.split()))[0]
+    plan = make_plan(config) | {"warnings": [], "remedies": []}
+    cost = next(line for line in report.render(plan, config).splitlines() if line.startswith("cost"))
+    assert says in cost and (cost.endswith(says) or says.startswith("cost"))

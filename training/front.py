@@ -161,9 +161,8 @@ def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequ
     if resolved.preflight:
         announce.preflight(resolved, memory)
     announce.check_room(resolved, Path("experiments", resolved.name) if found is None else found.run_dir)
-    prediction = {} if evaluates else outcome.plan_for(resolved)  # it predicts training
     if resolved.emulate.enabled:  # reads no data
-        prediction |= {"durations": durations(calibrated(resolved)).to_dict()}
+        prediction = outcome.plan_for(resolved) | {"durations": durations(calibrated(resolved)).to_dict()}
         return Plan(composed, resolved, None, memory, warnings, split, profile, prediction)
     corpus = prepare(resolved.data, sequence=resolved.train.sequence, trains=not evaluates)
     if evaluates:
@@ -173,6 +172,7 @@ def make_plan(config: DictConfig, found: resume.Found | None = None, typed: Sequ
         resume.check_compatible(resolved, corpus, found)
         if not _folder_typed():
             resume.lock(found.run_dir)
+    prediction = {} if evaluates else outcome.plan_for(resolved)  # of training; last, since it may measure this machine
     return Plan(composed, resolved, corpus, memory, warnings, split, profile, prediction)
 
 
