@@ -52,7 +52,7 @@ THREADED = 2  # of SHAPES: what several threads are tried on
 PIPELINED = 1  # of SHAPES: what two ranks run as a pipeline, so many blocks each
 CHUNKS = 8
 TRIED_S = 1e-3  # an action's overhead, to see what it makes of a flush
-MOST_OVERHEAD_S = 0.02
+MOST_OVERHEAD_S, MOST_SLOWDOWN = 0.004, 0.12  # more than this is other work on the machine
 LARGE = 4 * 2**20  # bytes, planning/probe_ranks.py
 FITTED = {  # figure: least, most
     "matmul_efficiency": (0.02, 6.0),  # the peak in the file is a rough one
@@ -186,7 +186,7 @@ def between_ranks(pair: dict[str, float], hardware: HardwareConfig) -> dict[str,
     figures["action_overhead_s"] = overhead
     hardware = replace(hardware, action_overhead_s=overhead)
     none, some = (_flush_s(SHAPES[PIPELINED], replace(hardware, rank_slowdown=tried)) for tried in (0.0, 0.1))
-    figures["rank_slowdown"] = min(1.0, (pair["shape_flush_s"] - none) / (some - none) * 0.1)
+    figures["rank_slowdown"] = min(MOST_SLOWDOWN, (pair["shape_flush_s"] - none) / (some - none) * 0.1)
     return {key: float(f"{max(0.0, value):.4g}") for key, value in figures.items()}
 
 

@@ -76,6 +76,10 @@ def test_what_ranks_cost_each_other_is_recovered_from_what_a_known_machine_would
     assert set(found) == set(PAIR)
     assert found == pytest.approx(known, rel=0.05)
 
+    busy = {key: seconds * 10 if "flush" in key else seconds for key, seconds in pair.items()}
+    bounded = between_ranks(busy, hardware)  # other work on the machine at that moment
+    assert bounded["rank_slowdown"] == 0.12 and bounded["action_overhead_s"] == 0.004
+
     monkeypatch.setattr(calibrate, "_measure", lambda cores: answer(hardware) | {"pair": pair})
     first, second = calibrated(resolved()), calibrated(resolved())  # measured, then cached
     assert first.hardware == second.hardware and first.hardware.tensor_block_s == found["tensor_block_s"]
