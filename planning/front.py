@@ -87,7 +87,8 @@ def plan_of(typed: RootConfig, stack: str) -> tuple[RootConfig, dict]:
     asked = config.parallel.balance
     if asked == "time":
         raise ValueError("parallel.balance=time measures layers, and plan.py runs nothing: set parallel.balance=auto")
-    config, certificate = resolved_balance(calibrated(config))
+    config, certificate = resolved_balance(config)  # as train.py cuts, whatever this machine reaches
+    config = calibrated(config)
     plan = make_plan(config, stack)
     step = Step(plan["step"], plan["predicted"]["bubble_fraction"])
     plan["split"] = certificate.to_dict()
