@@ -84,6 +84,17 @@ def _start(folder: Path, *overrides: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def _pid_of_rank(process: subprocess.Popen, rank: int) -> int:
+    for pid in children(process.pid):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in environment:
+            return pid
+    raise AssertionError(f"rank {rank} is not there")
+
+
 @pytest.mark.parametrize("stages, victim", [(3, 1), (4, 2)])
 def test_a_stopped_rank_ends_the_run_and_is_named(stages, victim, tmp_path):
     folder = tmp_path / "run"
@@ -94,7 +105,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(stages, victim, tmp_path):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.2)
         pids = children(process.pid)
-        os.kill(read(folder, victim).pid, signal.SIGSTOP)
+        os.kill(_pid_of_rank(process, victim), signal.SIGSTOP)
         stopped = time.monotonic()
         _, errors = process.communicate(timeout=60)
         seconds = time.monotonic() - stopped

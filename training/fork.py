@@ -1,7 +1,7 @@
 """Ranks as forks of this process, which has imported what they need: sixteen are ready in the time of one import.
 
-For ranks on processors. This process must never have touched an accelerator nor computed with torch: neither survives a
-fork. Ranks on accelerators are started anew, by torch's elastic agent (training.launch).
+For ranks that compute nothing (training.emulate). This process must never have touched an accelerator nor computed
+with torch: neither survives a fork. Others are started anew (training.launch).
 """
 
 from __future__ import annotations

@@ -288,9 +288,7 @@ def _launch(run_dir: Path, plan: Plan) -> dict:
         restarts = plan.config.train.max_restarts
         if plan.config.emulate.enabled:  # a process stands for all tensor and data ranks of its stage
             return launch(run_dir, plan.config.parallel.stages, max_restarts=restarts, forked=True)
-        # processors survive a fork, and all ranks are there after one import of torch; accelerators do not
-        forked = plan.config.hardware.device == "cpu"
-        return launch(run_dir, num_ranks(plan.config.parallel), max_restarts=restarts, forked=forked)
+        return launch(run_dir, num_ranks(plan.config.parallel), max_restarts=restarts)
     except Exception as error:
         traceback.print_exc()
         return finish_failed(run_dir, "failed", failure=f"{type(error).__name__}: {error}")

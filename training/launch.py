@@ -1,13 +1,11 @@
-"""One process a rank: started here (by torch's elastic agent, or as forks), stopped together, and none left behind
-however a run ends.
+"""One process a rank: started here (torch's elastic agent), stopped together, and none left behind however a run ends.
 
     parent (train.py)                        each rank (training.worker)
       launch() ── starts ──────────────────►   die_with_parent()   a kill -9 of the parent ends the ranks too
       Ctrl-C, SIGTERM ── SIGTERM ──────────►   StopFlag            the loop stops after the step it is in
       picks the root cause ◄── error.json ──   guard()             an exception is recorded, the process exits with 1
 
-Ranks on processors are forks of the parent (training.fork), so that a start takes one import of torch and not one a
-rank; those on accelerators, which do not survive a fork, are the agent's. Imports no torch until ranks are started.
+Ranks of an emulated run are forks of the parent (training.fork). Imports no torch until ranks are started.
 """
 
 from __future__ import annotations
