@@ -169,6 +169,7 @@ print(ranks.peak_memory_bytes())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, start, stop, held",
     [
