@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from conf.schema import ParallelConfig, RootConfig
 
 
@@ -16,12 +18,8 @@ def check_selective(parallel: ParallelConfig) -> None:
 
 def split_recomputation(config: RootConfig) -> str | None:
     """A warning where blocks are recomputed and backwards are in two parts, I and W: of a resolved configuration."""
-    from pipeline.schedule import make_schedule
-
     parallel = config.parallel
-    if parallel.engine != "torch" or parallel.checkpoint == "never":
-        return None
-    if not make_schedule(parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave).splits_backward:
+    if parallel.checkpoint == "never" or not splits_backward(parallel):
         return None
     again = forwards_again(config)
     return (  # memory: benchmarks/planner/README.md; forwards: tests/test_torch_runtime.py
@@ -30,6 +28,20 @@ def split_recomputation(config: RootConfig) -> str | None:
         f"{1 + again / 3:.1f} x the arithmetic of parallel.checkpoint=never, and keeps it "
         "all: use that, or a schedule with whole backwards such as 1f1b"
     )
+
+
+def splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether some backwards of the schedule are in two parts, I and W."""
+    return parallel.engine == "torch" and _splits(
+        parallel.schedule, parallel.stages, parallel.chunks, parallel.interleave
+    )
+
+
+@cache  # a plan asks for the same one many times
+def _splits(schedule: str, stages: int, chunks: int, interleave: int) -> bool:
+    from pipeline.schedule import make_schedule
+
+    return make_schedule(schedule, stages, chunks, interleave).splits_backward
 
 
 def forwards_again(config: RootConfig) -> int:

@@ -37,6 +37,11 @@ def num_ranks(parallel: ParallelConfig) -> int:
     return p * d * t
 
 
+def reduces_each(parallel: ParallelConfig) -> bool:
+    """Whether data ranks add up their gradients after each micro-batch: a pipeline does it once, at its end."""
+    return parallel.shard in ("gradients", "full") and parallel.stages == 1 and parallel.data > 1
+
+
 def place(rank: int, parallel: ParallelConfig) -> Place:
     """Of a rank 0 .. num_ranks - 1."""
     _, d, t = mesh_shape(parallel)

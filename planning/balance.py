@@ -15,6 +15,7 @@ from models.describe import DTYPE_BYTES, LayerSpec, activation_bytes, describe, 
 from pipeline.branch import more_even
 from pipeline.optimum import Cut, NothingFits, Problem, bounds, least_memory, rank_bytes, rank_costs, solve
 from pipeline.partition import Certificate, certify, held_moments, rank_of_stage, split_stages
+from pipeline.placement import num_ranks
 from pipeline.schedule import make_schedule
 from planning.layers import layer_cost
 from planning.links import links
@@ -22,7 +23,6 @@ from planning.memory import micro_batch, rank_memory
 from planning.rates import rates
 from planning.stack import get_stack
 from planning.steady import flush
-from planning.step import ranks_here
 
 COUNTED = ("weights", "gradients", "optimizer", "activations", "logits")  # of rank_memory: what depends on the cut
 # Where the hardware file has no figure: bytes of memory traffic that take as long as one FLOP's worth of arithmetic
@@ -66,7 +66,7 @@ def predicted_times(config: RootConfig, specs: list[LayerSpec]) -> list[float]:
     where the hardware file lacks a figure that it needs a rougher roofline. Only ratios matter to the cut."""
     try:
         stack = get_stack("torch")
-        device = rates(config.hardware, config.train.precision, ranks_here=ranks_here(config))
+        device = rates(config.hardware, config.train.precision, ranks_here=num_ranks(config.parallel))
         tensor = links(config.hardware, config.parallel).tensor
         costs = {spec.kind: layer_cost(spec, config, stack, device, tensor) for spec in specs[:2] + specs[-2:]}
     except ValueError:

@@ -31,7 +31,7 @@ from conf.schema import (
     TrainConfig,
 )
 from models.describe import describe
-from planning.children import ask
+from planning.children import LARGE_BYTES, ask
 from planning.layers import forward_flops, layer_cost, layer_ops
 from planning.links import Group, links
 from planning.rates import rates
@@ -53,7 +53,6 @@ PIPELINED = 1  # of SHAPES: what two ranks run as a pipeline, so many blocks eac
 CHUNKS = 8
 TRIED_S = 1e-3  # an action's overhead, to see what it makes of a flush
 MOST_OVERHEAD_S, MOST_SLOWDOWN = 0.004, 0.12  # more than this is other work on the machine
-LARGE = 4 * 2**20  # bytes, planning/probe_ranks.py
 FITTED = {  # figure: least, most
     "matmul_efficiency": (0.02, 6.0),  # the peak in the file is a rough one
     "matmul_half_size": (1.0, 300.0),
@@ -170,7 +169,7 @@ def between_ranks(pair: dict[str, float], hardware: HardwareConfig) -> dict[str,
     """PAIR, of which a link's are as reached. pair: planning.probe_ranks' answer; hardware: calibrated else."""
     latency_s = pair["small_s"] / 2  # two messages one after the other: planning/links.py
     figures = {
-        "link_bytes_per_s": LARGE / 2 / max(1e-9, pair["large_s"] / 2 - latency_s),
+        "link_bytes_per_s": LARGE_BYTES / 2 / max(1e-9, pair["large_s"] / 2 - latency_s),
         "link_efficiency": 1.0,
         "link_latency_s": latency_s,
         # each way two sums of tensor ranks; full sharding gathers twice and scatters once, a message each

@@ -13,6 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 MOST_CHILDREN = 8
 TIMEOUT_S = 120
+LARGE_BYTES = 4 * 2**20  # of the large message between two ranks
 
 
 def ask(shapes: list[dict], cores: int, *, threaded: int, pipelined: int, chunks: int) -> list[dict] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from conf.schema import RootConfig
+from pipeline.placement import num_ranks
 from planning.links import links
 from planning.rates import rates
 from planning.stack import get_stack
-from planning.step import Layout, after_flushes, ranks_here, stage_times
+from planning.step import Layout, after_flushes, stage_times
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def durations(config: RootConfig, stack: str = "torch") -> Durations:
     ValueError: the hardware file lacks a figure.
     """
     software, parallel = get_stack(stack), config.parallel
-    device = rates(config.hardware, config.train.precision, ranks_here=ranks_here(config))
+    device = rates(config.hardware, config.train.precision, ranks_here=num_ranks(config.parallel))
     paths, layout = links(config.hardware, parallel), Layout.of(config)
     times = stage_times(config, layout, software, device, paths)
     after = after_flushes(config, layout, software, device, paths)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from conf.schema import RootConfig
 from models.describe import DTYPE_BYTES, LayerSpec, feedforward_width, key_value_width
+from pipeline.placement import num_ranks
 from planning.links import Group
 from planning.memory import micro_batch
 from planning.rates import Rates
@@ -108,7 +109,7 @@ def layer_cost(spec: LayerSpec, config: RootConfig, stack: Stack, device: Rates,
     hardware, parallel, ratio = config.hardware, config.parallel, 1.0
     if points := hardware.corrections.get(spec.kind):
         ratio = correction(points, forward_flops(ops))
-    if parallel.engine == "torch" and parallel.stages * parallel.tensor * parallel.data > 1:
+    if num_ranks(parallel) > 1:
         ratio *= 1 + (hardware.rank_slowdown or 0.0)
     return LayerCost(*(cost.corrected(ratio) for cost in whole))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from conf.schema import OptimizerConfig, ParallelConfig, RootConfig
 from models.describe import LayerSpec, document_bytes, is_hidden_matrix
+from pipeline.placement import reduces_each
 from planning.activations import rank_activation_bytes, tensor_elements
 
 # What a rank's process holds before it builds its model, with torch.distributed up: its proportional share (PSS) was
@@ -84,12 +85,11 @@ def _sharded(parallel: ParallelConfig, weights: int, states: int, largest: int) 
     part (without sharding: all of it) torch's FSDP2 computes with a gathered copy of the weights.
     """
     shard, d = parallel.shard, parallel.data
-    gradients_shared = shard in ("gradients", "full") and parallel.stages == 1
     own = weights if shard == "none" else ceil(weights / d)
     gathered = 0 if d == 1 else min(weights, 2 * largest) if shard == "full" else weights
     return {
         "weights": own + gathered,
-        "gradients": ceil(weights / d) if gradients_shared else weights,
+        "gradients": ceil(weights / d) if reduces_each(parallel) else weights,
         "optimizer": states if shard == "none" else ceil(states / d),
     }
 

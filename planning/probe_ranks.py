@@ -20,8 +20,9 @@ from conf.schema import ModelConfig, from_dict
 from pipeline.engines.base import Batch, Stage
 from pipeline.engines.torch_engine import TorchEngine
 from pipeline.schedule import make_schedule
+from planning.children import LARGE_BYTES
 
-SMALL, LARGE = 1024, 4 * 2**20  # bytes of a message
+SMALL_BYTES = 1024  # of the small one
 LEVELS = {"sharded": "full", "replicated": "none", "reduced": "none"}  # of parallel.shard
 REPEATS = 11  # the same on both ranks, which wait for each other; of what takes under a millisecond MANY
 MANY = 201
@@ -31,17 +32,17 @@ TIMEOUT_S = 60
 def measure(asked: dict) -> dict[str, float]:
     """asked: `store`, a path that both share; `rank`, 0 or 1; `chunks`; `small` and `shape`, planning.probe's shapes.
 
-    Seconds of an all-reduce of SMALL and of LARGE bytes (`small_s`, `large_s`); of a flush of `chunks` micro-batches
-    under 1f1b, the shape's blocks in each stage (`small_flush_s`, `shape_flush_s`); and of forward and backward of a
-    block of the shape `small`: as it is (`block_s`), shared by `tensor` ranks, fully `sharded`, on data ranks that do
-    not add up its gradients (`replicated`), and on such that do (`reduced`).
+    Seconds of an all-reduce of SMALL_BYTES and of LARGE_BYTES (`small_s`, `large_s`); of a flush of `chunks`
+    micro-batches under 1f1b, the shape's blocks in each stage (`small_flush_s`, `shape_flush_s`); and of forward and
+    backward of a block of the shape `small`: as it is (`block_s`), shared by `tensor` ranks, fully `sharded`, on data
+    ranks that do not add up its gradients (`replicated`), and on such that do (`reduced`).
     """
     rank = asked["rank"]
     store = dist.FileStore(asked["store"], 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
     try:
-        _reduce(SMALL, MANY)  # makes the connection
-        answer = {"small_s": _reduce(SMALL, MANY), "large_s": _reduce(LARGE, REPEATS)}
+        _reduce(SMALL_BYTES, MANY)  # makes the connection
+        answer = {"small_s": _reduce(SMALL_BYTES, MANY), "large_s": _reduce(LARGE_BYTES, REPEATS)}
         for name in ("small", "shape"):
             answer[f"{name}_flush_s"] = _flush(asked[name], asked["chunks"], rank)
         return answer | _blocks(asked["small"])

@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
-from conf.checkpointing import forwards_again
+from conf.checkpointing import forwards_again, splits_backward
 from conf.schema import ParallelConfig, RootConfig
 from models.describe import LayerSpec, describe, is_hidden_matrix
 from pipeline.partition import rank_of_stage, split_stages
+from pipeline.placement import num_ranks, reduces_each
 from pipeline.schedule import make_schedule
 from planning.layers import Cost, LayerCost, layer_cost
 from planning.links import Links, links
@@ -127,7 +128,7 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
     one_of = {spec.kind: spec for specs in layout.stages for spec in specs}  # layers of one kind cost the same
     cost_of = {kind: layer_cost(spec, config, stack, device, paths.tensor) for kind, spec in one_of.items()}
     stages, recomputed, gather, reduce, host = [], [], [], [], []
-    reruns = forwards_again(config) - 1 if splits_backward(parallel) else 0
+    reruns = forwards_again(config) - 1 if parallel.checkpoint != "never" and splits_backward(parallel) else 0
     for kinds, elements in zip(layout.kinds, layout.elements, strict=True):
         whole, again = LayerCost(Cost(), Cost(), Cost()), Cost()
         for kind, number in kinds.items():
@@ -157,11 +158,6 @@ def stage_times(config: RootConfig, layout: Layout, stack: Stack, device: Rates,
     )  # fmt: skip
 
 
-def reduces_each(parallel: ParallelConfig) -> bool:
-    """Whether data ranks add up their gradients after each micro-batch: a pipeline does it once, at its end."""
-    return parallel.shard in ("gradients", "full") and parallel.stages == 1 and parallel.data > 1
-
-
 def shared_block_s(config: RootConfig) -> float:
     """Of the host, for forward and backward of a block that ranks share."""
     parallel, hardware = config.parallel, config.hardware
@@ -170,14 +166,6 @@ def shared_block_s(config: RootConfig) -> float:
         own = hardware.sharded_block_s if parallel.shard in ("gradients", "full") else hardware.replicated_block_s
         return (seconds or 0.0) + (own or 0.0)
     return seconds or 0.0
-
-
-def splits_backward(parallel: ParallelConfig) -> bool:
-    """Whether some backwards of the schedule are in two parts, I and W; a few micro-batches tell."""
-    if parallel.engine != "torch":
-        return False
-    chunks = min(parallel.chunks, 2 * parallel.stages)
-    return make_schedule(parallel.schedule, parallel.stages, chunks, parallel.interleave).splits_backward
 
 
 def weight_bytes(config: RootConfig, stack: Stack) -> int:
@@ -203,7 +191,7 @@ def step_time(config: RootConfig, stack: Stack, *, explain: bool = True) -> Step
     explain: tell idle time by its reasons, which takes two more simulations; else it is all in "bubble".
     """
     parallel = config.parallel
-    device = rates(config.hardware, config.train.precision, ranks_here=ranks_here(config))
+    device = rates(config.hardware, config.train.precision, ranks_here=num_ranks(config.parallel))
     paths = links(config.hardware, parallel)
     layout = Layout.of(config)
     times = stage_times(config, layout, stack, device, paths)
@@ -220,15 +208,6 @@ def step_time(config: RootConfig, stack: Stack, *, explain: bool = True) -> Step
     parts = {name: seconds * config.train.accumulate for name, seconds in parts.items()}
     parts |= after_flushes(config, layout, stack, device, paths)
     return Step(parts, real.bubble_fraction)
-
-
-def ranks_here(config: RootConfig) -> int:
-    """Ranks of the run that share a machine's cores (only asked on CPU, where all do)."""
-    return (
-        config.parallel.stages * config.parallel.tensor * config.parallel.data
-        if config.parallel.engine == "torch"
-        else 1
-    )
 
 
 def one_at_a_time(config: RootConfig) -> bool:
@@ -347,7 +326,7 @@ def newton_schulz_s(config: RootConfig, layout: Layout, device: Rates) -> float:
     4 n m^2 + 2 m^3 FLOPs in each of five steps (https://kellerjordan.github.io/posts/muon/, "Runtime"), in bfloat16.
     """
     if config.hardware.peak_flops_bfloat16:
-        device = rates(config.hardware, "bfloat16", ranks_here=ranks_here(config))
+        device = rates(config.hardware, "bfloat16", ranks_here=num_ranks(config.parallel))
     seconds: dict[str, float] = {}
     for spec in (spec for specs in layout.stages for spec in specs if spec.kind not in seconds):
         sides = [sorted(shape) for name, shape in spec.parameters.items() if is_hidden_matrix(name, shape)]

@@ -9,7 +9,8 @@ import pytest
 from composing import resolved
 
 from planning import calibrate
-from planning.calibrate import DIRECT, FITTED, LARGE, PAIR, PIPELINED, SHAPES, between_ranks, calibrated, fit, pieces
+from planning.calibrate import DIRECT, FITTED, PAIR, PIPELINED, SHAPES, between_ranks, calibrated, fit, pieces
+from planning.children import LARGE_BYTES
 from planning.layers import correction
 from planning.rates import rates
 from planning.stack import get_stack
@@ -67,7 +68,7 @@ def test_what_ranks_cost_each_other_is_recovered_from_what_a_known_machine_would
     known |= dict(reduced_block_s=1e-3)
     hardware = replace(resolved().hardware, **FAST, **MEASURED)
     there = replace(hardware, **known, devices_per_node=2)
-    pair = {"small_s": 2e-4, "large_s": 2e-4 + LARGE / 1e9, "block_s": 3e-4}
+    pair = {"small_s": 2e-4, "large_s": 2e-4 + LARGE_BYTES / 1e9, "block_s": 3e-4}
     pair |= {"tensor_s": 3e-4 + 7e-3 + 8e-4, "sharded_s": 3e-4 + 5e-3 + 3e-4}
     pair |= {"replicated_s": 8e-4, "reduced_s": 8e-4 + 1e-3 + 2e-4}
     for name, shape in (("small", SHAPES[0]), ("shape", SHAPES[PIPELINED])):

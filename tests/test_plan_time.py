@@ -11,6 +11,7 @@ from composing import resolved
 
 from conf.resolve import hardware_file
 from conf.schema import HardwareConfig, ParallelConfig
+from pipeline.schedule import make_schedule
 from planning import errors, predict
 from planning.balance import resolved_balance
 from planning.links import Group, links
@@ -297,3 +298,13 @@ def test_no_bubble_is_less_than_nothing(overrides):
     assert min(told.parts.values()) >= -1e-9 * told.total
     waiting = sum(told.parts[name] for name in ("bubble_schedule", "bubble_imbalance", "stage_transfers"))
     assert waiting == pytest.approx(plain.parts["bubble"], abs=1e-9 * told.total)
+
+
+def test_a_users_grid_is_planned_with_its_own_number_of_micro_batches(tmp_path):
+    """A text file has one: nothing may ask for a shorter schedule of it."""
+    grid = tmp_path / "grid.txt"
+    published = make_schedule("1f1b", 2, 9)
+    grid.write_text("\n".join(" ".join(map(str, row)) for row in published.actions) + "\n")
+    shape = (*GPU, "parallel=pp2", "parallel.chunks=9", "train.global_batch=9", "parallel.checkpoint=always")
+    times = [step_time(resolved(*shape, f"parallel.schedule={name}"), get_stack("torch")) for name in ("1f1b", grid)]
+    assert times[1].total == pytest.approx(times[0].total)

@@ -13,7 +13,7 @@ from models.describe import LayerSpec, describe
 from models.loss import token_loss
 from pipeline.engines.base import Engine, Stage
 from pipeline.partition import rank_of_stage, split_stages
-from pipeline.placement import DIMENSIONS, mesh_shape, num_ranks, place
+from pipeline.placement import DIMENSIONS, mesh_shape, num_ranks, place, reduces_each
 from pipeline.schedule import make_schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # of weights and messages
@@ -99,7 +99,7 @@ def build_engine(
         device=device,
         group=group if mesh is None else mesh.get_group("pipeline"),
         vocabulary_parallel=parallel.tensor > 1,
-        reduces_each=parallel.shard in ("gradients", "full") and parallel.stages == 1,
+        reduces_each=reduces_each(parallel),
         **common,
     )
 
