@@ -70,7 +70,7 @@ DIRECT = ("memory_bytes_per_s", "thread_efficiency")  # measured as they are
 def calibrated(config: RootConfig) -> RootConfig:
     """The resolved configuration with this machine's own figures, where hardware=auto is a processor; else as it is.
 
-    Measures at the first call, which takes about ten seconds and says so; where a child fails, the defaults stay, and
+    Measures at the first call, which takes 10 to 15 s and says so; where a child fails, the defaults stay, and
     so does each figure that was typed: one that differs from hardware=auto's own.
     """
     hardware = config.hardware
@@ -79,7 +79,7 @@ def calibrated(config: RootConfig) -> RootConfig:
     default = replace(HardwareConfig(**hardware_file("cpu")), devices_per_node=num_cores())
     figures = _cached()
     if figures is None:
-        print("measuring what this machine reaches, once: about 10 s", flush=True)
+        print("measuring what this machine reaches, once: 10 to 15 s", flush=True)
         figures = _found(default)
         if figures is None:
             print("measuring failed: the rough figures of conf/hardware/cpu.yaml are taken", flush=True)

@@ -1,7 +1,7 @@
 """Bytes of all tensors of every rank at its peak, predicted beside torch's MemTracker: gpt_124m, over schedules and
 activation checkpointing.
 
-    python benchmarks/planner/tracked.py       rewrites tracked.csv; about six minutes on two cores
+    python benchmarks/planner/tracked.py       rewrites tracked.csv; twenty minutes on two busy cores
 """
 
 from __future__ import annotations
