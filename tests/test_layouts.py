@@ -147,7 +147,6 @@ def test_training_is_that_of_one_process(ranks, corpus, single):
 # --- checkpoints ---
 
 
-@pytest.mark.slow
 def test_a_run_moves_between_all_kinds_of_layouts(corpus, tmp_path):
     """Four stages, then 2 x 2 data ranks, sharded ones, one process, two tensor ranks, fairscale, and back. Each proves
     the loss of the checkpoint's held-out batch first (training/checkpoint.py raises where it differs)."""

@@ -169,7 +169,6 @@ print(ranks.peak_memory_bytes())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, start, stop, held",
     [

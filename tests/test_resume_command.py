@@ -203,7 +203,6 @@ def test_a_chosen_warmup_is_no_longer_than_a_run_that_is_shorter_now(typed, expe
 # --- any moment ---
 
 
-@pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(tmp_path):
     """100 kills are a command: benchmarks/checkpoint/soak.py."""
     command = (sys.executable, str(REPOSITORY / "benchmarks/checkpoint/soak.py"), "--kills=2", f"--folder={tmp_path}")
